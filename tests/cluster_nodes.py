@@ -156,7 +156,7 @@ class ScriptedNode:
             error=self.error,
         )
 
-    async def look_at(self, shared: SharedPaths) -> str | None:
+    async def compare_files(self, shared: SharedPaths) -> str | None:
         self._check()
         return self.unseen
 

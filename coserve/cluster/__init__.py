@@ -1,3 +1,1 @@
-"""Cluster: many nodes: what each reports (NodeView), and which of them gets a request or a job
-(Placement).
-"""
+"""Cluster: many nodes behind one front, and the placement of requests and jobs on them."""

@@ -1,5 +1,5 @@
-"""Execution planning: when a task would run on a node, and what idleness that makes (LeMix section
-IV-B, algorithm 1).
+"""Execution planning: when a task would run on a node, and how much idleness that adds (LeMix
+section IV-B, algorithm 1).
 
 A stage runs one pass at a time. Forward passes keep the order of placement; a forward pass that
 would not end before the backward pass of an earlier training task begins waits until that has ended
@@ -17,13 +17,14 @@ from coserve.cluster.view import ClusterTask, NodeView, PlannedTask
 
 
 class ExecutionPath(NamedTuple):
-    """Of a task on a node. idleness_s: II, by how much the node's stages stand idle more, summed
-    over the stages. response_s: R, from the task's arrival to the end of its forward pass.
-    """
+    """Path of a task on a node, and what it costs."""
 
     task: PlannedTask
+    """Times of the task's passes."""
     idleness_s: float
+    """II: idle time that the task adds to the node's stages, summed over them."""
     response_s: float
+    """R: time from the task's arrival to the end of its forward pass."""
 
 
 def plan_path(
@@ -34,11 +35,15 @@ def plan_path(
     num_cached: int = 0,
     after: Sequence[PlannedTask] = (),
 ) -> ExecutionPath:
-    """A task's path on a node if it is placed there now. O(stages × training tasks under way).
+    """Return a task's path on a node if it is placed there now. O(stages × training tasks under
+    way).
 
     Args:
-        num_cached: tokens of its prompt that need not be computed.
-        after: planned tasks that would be placed there before it.
+        node: The node.
+        task: The task.
+        now_s: The time.
+        num_cached: Tokens of its prompt that need not be computed.
+        after: Planned tasks that would be placed there before it.
     """
     profile = node.profile
     if profile.gives_way(task):
@@ -95,8 +100,9 @@ def plan_path(
 def _passes(
     stage: int, training: Sequence[PlannedTask], held: Sequence[PlannedTask]
 ) -> Iterable[tuple[float, float]]:
-    """Starts and ends of what a forward pass must not delay in a stage, in order: backward passes,
-    which keep the order of placement, and forward passes of training tasks that a request may pass.
+    """Return starts and ends of the passes that a forward pass must not delay in a stage, in order:
+    backward passes, which keep the order of placement, and forward passes of training tasks that a
+    request may pass.
     """
     passes = ((path.backward_start_s[stage], path.backward_end_s[stage]) for path in training)
     if not held:
@@ -107,8 +113,8 @@ def _passes(
 
 
 def _beside(node: NodeView, task: ClusterTask, now_s: float, num_cached: int) -> ExecutionPath:
-    """Of what requests do not notice: it begins at once, and takes longer the less slack there is,
-    and the more there is of its sort.
+    """Return the path of a task that gives way to requests: it begins at once, and takes longer the
+    less slack there is, and the more such tasks there are.
     """
     profile, at = node.profile, (now_s,) * node.num_stages
     passes = (profile.forward, profile.backward) if task.trains else (profile.forward,)
@@ -133,8 +139,8 @@ def _beside(node: NodeView, task: ClusterTask, now_s: float, num_cached: int) ->
 def _backward(
     node: NodeView, task: ClusterTask, forward_end_s: float, training: Sequence[PlannedTask]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Starts and ends of a backward pass by stage, which runs through the stages in reverse, after
-    earlier ones.
+    """Return starts and ends of a backward pass by stage. It runs through the stages in reverse,
+    after earlier backward passes.
     """
     backward_s = node.profile.backward.seconds(task.num_tokens, task.batch_size)
     starts_s, ends_s, at_s = [], [], forward_end_s

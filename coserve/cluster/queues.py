@@ -1,8 +1,7 @@
-"""Tasks that have no node yet, in the order in which a placement wants them placed.
+"""Queues of the tasks that have no node yet, in the order in which a placement wants them placed.
 
-A placement says by its queue which task is next. The order is a function of the tasks, of the
-moment and of the nodes; what a queue keeps is there only so that a thousand tasks that wait make
-the next one no dearer to find.
+The order is a function of the tasks, of the time and of the nodes. Queues keep state only so that
+the next of a thousand waiting tasks is found quickly.
 """
 
 from bisect import bisect_left, insort
@@ -17,26 +16,29 @@ from coserve.scheduling.order import by_due, by_priority, by_share
 
 
 class TaskQueue(Protocol):
-    """Each task is added once, and removed when it has a node or is not wanted any more."""
+    """Queue of tasks. Each is added once, and removed when it has a node or is not wanted."""
 
     def add(self, task: ClusterTask) -> None:
-        """It waits from now on."""
+        """Add a task."""
         ...
 
     def remove(self, task: ClusterTask) -> None:
-        """It waits no more."""
+        """Remove a task."""
         ...
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
-        """As they are to be placed now. Tasks may be removed meanwhile. stopped: kinds of task of
-        which no more are wanted, so that they may be left out; may grow meanwhile.
+        """Return the tasks as they are to be placed now. Tasks may be removed during the iteration.
+
+        Args:
+            view: The cluster.
+            stopped: Kinds of task of which no more are wanted; may grow during the iteration.
         """
         ...
 
 
 class ArrivalQueue:
-    """Requests and training as they came; but requests by their priorities, and batch work after
-    the others, by when it should be done.
+    """A queue in the order of arrival; but requests by their priorities, and batch work after the
+    others, by when it is due.
     """
 
     def __init__(self) -> None:
@@ -52,7 +54,7 @@ class ArrivalQueue:
         return merge(self.requests(view), view.training, key=lambda task: task.arrival_s)
 
     def requests(self, view: ClusterView) -> Sequence[ClusterTask]:
-        """Those that wait, in their order."""
+        """Return the waiting requests in their order."""
         requests: Sequence[ClusterTask] = view.requests
         if len(view.tenants) > 1:
             requests = list(_shared_out(view, requests))
@@ -71,7 +73,7 @@ def _is_apart(task: ClusterTask) -> bool:
 
 
 def _shared_out(view: ClusterView, requests: Sequence[ClusterTask]) -> Iterator[ClusterTask]:
-    """Among their tenants, by what these have been served."""
+    """Order requests so that tenants get their shares, by what they have been served."""
     served = {tenant.name: tenant.served for tenant in view.tenants}
 
     def cost(task: ClusterTask) -> float:
@@ -81,14 +83,14 @@ def _shared_out(view: ClusterView, requests: Sequence[ClusterTask]) -> Iterator[
 
 
 class RequestsFirst(ArrivalQueue):
-    """Requests before training, each in the order of an `ArrivalQueue`."""
+    """A queue of requests before training, each in the order of an `ArrivalQueue`."""
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
         return chain(_until(stopped, self.requests(view)), _until(stopped, view.training))
 
 
 def _until(stopped: Collection[TaskKind], tasks: Iterable[ClusterTask]) -> Iterator[ClusterTask]:
-    """Tasks of one kind, until that kind is stopped."""
+    """Yield tasks of one kind until that kind is stopped."""
     for task in tasks:
         if task.kind in stopped:
             return
@@ -96,26 +98,32 @@ def _until(stopped: Collection[TaskKind], tasks: Iterable[ClusterTask]) -> Itera
 
 
 class Deadline(NamedTuple):
-    """Of a request. due_s: when its first token is. latest_begin_s: when it must begin for that,
-    alone on the node that is the fastest for it.
-    """
+    """Deadline of a request."""
 
     due_s: float
+    """Time at which its first token is due."""
     latest_begin_s: float
+    """Time at which it must begin for that, alone on the node that is the fastest for it."""
 
 
 _Kinds = frozenset[tuple[int, Latency]]
 
 
 def kinds_of(nodes: Iterable[NodeView]) -> _Kinds:
-    """Of nodes by what a request takes there alone: numbers of stages, and what a forward pass
-    takes in each.
+    """Return the kinds of nodes, by what a request takes there alone: the number of stages, and the
+    latency of a forward pass in each.
     """
     return frozenset([(node.num_stages, node.profile.forward) for node in nodes])
 
 
 def deadline(task: ClusterTask, kinds: _Kinds, *, slo_times: float) -> Deadline:
-    """slo_times: the SLO of a request that brings none, in forward passes of its own."""
+    """Return the deadline of a request.
+
+    Args:
+        task: The request.
+        kinds: Kinds of the cluster's nodes.
+        slo_times: TTFT objective of a request without one, in forward passes of its own.
+    """
     alone_s = min(
         [stages * forward.seconds(task.num_tokens, task.batch_size) for stages, forward in kinds]
     )
@@ -123,44 +131,52 @@ def deadline(task: ClusterTask, kinds: _Kinds, *, slo_times: float) -> Deadline:
     return Deadline(due_s, due_s - alone_s)
 
 
-# Of the requests of one priority: those that have waited for long, those that can be in time, and
-# late ones.
+# Parts of the requests of one priority: those that have waited for long, those that can be in time,
+# and late ones.
 _AGED, _TIMELY, _LATE = range(3)
-# Priority, which of these, a deadline (0: as they came), and the number in which it came: sorted by
-# these four.
+# Priority, part, deadline (0: by arrival) and number of arrival, by which entries are sorted.
 _Entry = tuple[int, int, float, int, ClusterTask]
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request. part: of those of its priority, and due_s, as its entry has them; None: it has
-    none, since it has come since the order was last asked for.
-    """
+    """A request that waits, and its place in the order."""
 
     number: int
+    """Number in the order of arrival."""
     task: ClusterTask
+    """The request."""
     part: int | None = None
+    """Its part among requests of its priority; None: it has come since the order was last computed.
+    """
     due_s: float = 0.0
+    """The deadline of its entry."""
 
 
 class DeadlineQueue:
-    """Requests by their priorities, and of one priority what has waited for long, then those that
-    can be in time, by their deadlines, then late ones. Training is placed after all that can be in
-    time, what has waited for long of it after requests that have waited so, too. Batch work is
-    last, by when it should be done: nobody waits for it, and it has no deadline here, however long
-    it has waited. Where requests are shared out among tenants (`ClusterView.tenants`), that decides
-    in place of deadlines and of how long one has waited.
+    """A queue by priorities and deadlines.
 
-    A request is late when it could not be in time if it began now, alone, on any node: which it
-    stays. So each task changes its place twice at most, and all that is done for one takes O(log n)
-    of those that wait, but for copies of arrays of pointers.
+    Requests come by their priorities; of one priority, first those that have waited for long, then
+    those that can be in time, by their deadlines, then late ones. Training is placed after all that
+    can be in time; training that has waited for long comes after requests that have, too. Batch
+    work is last, by when it is due: nobody waits for it, and it has no deadline here, however long
+    it has waited. Where requests are shared out among tenants (`ClusterView.tenants`), that
+    replaces deadlines and waiting times.
+
+    A request is late when it could not be in time if it began now, alone, on any node; it remains
+    late. So each task changes its place twice at most, and the work for one task is O(log n) in the
+    number of waiting tasks, but for copies of arrays of pointers.
     """
 
     def __init__(
         self, *, slo_times: float, max_defer_s: float, has_room: Callable[[NodeView], bool]
     ) -> None:
-        """See `coserve.cluster.placement.slack_affinity`. has_room: whether a node may get a task;
-        where none may, nobody is looked for.
+        """Begin without tasks.
+
+        Args:
+            slo_times: TTFT objective of a request without one, in forward passes of its own.
+            max_defer_s: Time after which a task has waited for long.
+            has_room: Returns whether a node may get a task; where none may, no task is looked for.
         """
         self._slo_times, self._max_defer_s, self._has_room = slo_times, max_defer_s, has_room
         self._numbers = count()
@@ -184,14 +200,14 @@ class DeadlineQueue:
             number = self._numbers_of_batch[task.id] = next(self._numbers)
             insort(self._batch, (task.batch_due_s, number, task))
         else:
-            found = self._requests[task.id] = _Waiting(next(self._numbers), task)
-            self._new.append(found)
+            waiting = self._requests[task.id] = _Waiting(next(self._numbers), task)
+            self._new.append(waiting)
 
     def remove(self, task: ClusterTask) -> None:
         if self._training.pop(task.id, None) is not None:
             return
-        if (found := self._requests.pop(task.id, None)) is not None:
-            self._take_out(found)
+        if (waiting := self._requests.pop(task.id, None)) is not None:
+            self._take_out(waiting)
         elif (number := self._numbers_of_batch.pop(task.id, None)) is not None:
             assert task.batch_due_s is not None
             del self._batch[bisect_left(self._batch, (task.batch_due_s, number))]
@@ -200,7 +216,7 @@ class DeadlineQueue:
         if not any(map(self._has_room, view.nodes)):
             return ()
         kinds = kinds_of(view.nodes)
-        if kinds != self._kinds:  # what requests take alone is another
+        if kinds != self._kinds:  # deadlines have changed
             self._kinds = kinds
             self._begin_again()
         for waiting in self._new:
@@ -211,9 +227,7 @@ class DeadlineQueue:
         return self._ordered(view, stopped)
 
     def _ordered(self, view: ClusterView, stopped: Collection[TaskKind]) -> Iterator[ClusterTask]:
-        """Of tasks as they are when this begins, but for training and batch work, which are looked
-        at later.
-        """
+        """Yield the tasks that wait now; training and batch work are looked up late."""
         aged_s = view.now_s - self._max_defer_s
         first = next(iter(self._training.values()), None)
         aged = [first] if first is not None and first.arrival_s <= aged_s else []
@@ -240,8 +254,8 @@ class DeadlineQueue:
         yield from _until(stopped, (task for _, _, task in tuple(self._batch)))
 
     def _shared_out(self, view: ClusterView) -> Iterator[tuple[int, ClusterTask]]:
-        """Among tenants: of each priority those that can be in time or have waited for long, then
-        late ones.
+        """Yield requests shared out among tenants: of each priority those that can be in time or
+        have waited for long, then late ones.
         """
         for (_, is_late), group in groupby(
             tuple(self._entries), lambda entry: (entry[0], entry[1] == _LATE)
@@ -259,7 +273,7 @@ class DeadlineQueue:
         self._new = list(self._requests.values())
 
     def _put_in(self, waiting: _Waiting) -> None:
-        """Among those that are in time, until time passes."""
+        """Add a request to those that can be in time, until time passes."""
         task = waiting.task
         due_s, latest_begin_s = deadline(task, self._kinds, slo_times=self._slo_times)
         self._put(waiting, _TIMELY, due_s)

@@ -1,12 +1,12 @@
-"""The cluster's queue: tasks that have no node yet, what is known of the nodes, and which task goes
-to which node.
+"""The cluster's queue: the tasks that have no node yet, the views of the nodes, and the assignment
+of tasks to nodes.
 
-It keeps books and asks the placement, which is pure; it reads no clock, sends nothing and knows no
-Ray, so that real nodes and modelled ones in virtual time are scheduled by the same code. Of LeMix's
-three levels (section V-C) this is the second: a load balancer may stand before several clusters,
-and each node's engine decides on its own steps.
+The scheduler keeps books and asks the placement, which is pure. It reads no clock, sends nothing
+and does not use Ray, so that real nodes and modelled ones in virtual time are scheduled by the same
+code. Of LeMix's three levels (section V-C) this is the second: a load balancer may stand before
+several clusters, and each node's engine decides on its own steps.
 
-Per decision, O(nodes) and what the placement takes.
+A decision takes O(nodes), and what the placement takes.
 """
 
 from collections import deque
@@ -27,22 +27,20 @@ from coserve.cluster.view import (
 )
 from coserve.scheduling.fairness import TokenCounters, TokenWeights
 
-# While tasks wait for a node, callers ask again this often.
+# Interval at which callers ask again while tasks wait.
 RETRY_S = 0.1
-# Requests of this many seconds make the rate.
+# Window of the rate of requests, in seconds.
 _RATE_S = 2.0
 _NUM_KINDS = len(get_args(TaskKind))
 
 
 class _Node:
-    """A node's last report, and what was placed on it since and before."""
+    """A node's last report, and the tasks that were placed on it since and before."""
 
     def __init__(self, report: NodeView) -> None:
         self.report = report
         self.tasks: dict[str, PlannedTask | None] = {}
-        self._unknown = set[
-            str
-        ]()  # counted as waiting here, until they begin, or a report counts them
+        self._unknown = set[str]()  # counted as waiting, until they begin or a report counts them
         self._batch = set[str]()  # of the tasks, batch work that gives way
         self.last: PlannedTask | None = None
         self.lengths = LengthStats()
@@ -65,8 +63,8 @@ class _Node:
         self._unknown.clear()
 
     def place(self, task: ClusterTask, path: PlannedTask | None) -> None:
-        """Until the next report, as if the task had its pages already, its prefix and its adapter.
-        Pages of batch work are there for others as ever.
+        """Count a task, until the next report, as if it had its pages, its prefix and its adapter
+        already. Pages of batch work remain free for others.
         """
         report = self.report
         gives_way = report.profile.gives_way(task)
@@ -96,7 +94,7 @@ class _Node:
             self._view = None
 
     def begin(self, task: str, now_s: float) -> None:
-        """Until the next report, as if the node had told."""
+        """Count a task as running, until the next report."""
         self._unknown.discard(task)
         self._wait_no_more(task, running=1)
         if (path := self.tasks.get(task)) is not None:
@@ -111,7 +109,7 @@ class _Node:
         self._batch.discard(task)
 
     def _wait_no_more(self, task: str, *, running: int) -> None:
-        """One less of its sort waits here, and as many more run."""
+        """Count one waiting task of its sort less, and as many more running ones."""
         report, self._view = self.report, None
         if task in self._batch:
             waiting, running = (
@@ -125,7 +123,7 @@ class _Node:
 
 
 def _ended_forward(path: PlannedTask, now_s: float) -> PlannedTask:
-    """A path whose forward pass has ended now, as late or as early in every stage."""
+    """Return a path whose forward pass has ended now, with every stage shifted alike."""
     late_s = now_s - path.forward_end_s[-1]
     return replace(
         path,
@@ -135,16 +133,19 @@ def _ended_forward(path: PlannedTask, now_s: float) -> PlannedTask:
 
 
 class ClusterScheduler:
-    """See the module.
+    """Scheduler of the cluster's tasks.
 
-    Tasks are submitted once; `place` says where they go, and the caller tells of their ends. Nodes
-    report as often as they like. A node that is gone is removed, which returns what it had, for the
-    caller to submit again.
+    Tasks are submitted once; `place` assigns them, and the caller reports their ends. Nodes report
+    as often as they like. Removing a node returns its tasks, for the caller to submit again.
     """
 
     def __init__(self, placement: PlacementPolicy, weights: TokenWeights | None = None) -> None:
-        """weights: what tokens cost tenants, where requests that wait are shared out among these,
-        as by a policy that does so on a device (`Policy.is_fair`); None: they are not.
+        """Begin without nodes.
+
+        Args:
+            placement: Decides where tasks go.
+            weights: What tokens cost tenants, where waiting requests are shared out among these, as
+                on a device by a fair policy (`Policy.is_fair`); None: they are not.
         """
         self.placement = placement
         self._order = placement.queue()
@@ -173,15 +174,15 @@ class ClusterScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that have no node yet."""
+        """Number of tasks that have no node yet."""
         return sum(map(len, self._waiting.values()))
 
     def node_of(self, task: str) -> str | None:
-        """Where a task was placed; None: nowhere yet, or it has ended."""
+        """Return the node of a task; None: it has none yet, or has ended."""
         return self._node_of.get(task)
 
     def view(self, now_s: float, task: str = "") -> ClusterView:
-        """The cluster as a placement sees it when this task is to be placed."""
+        """Return the cluster as a placement sees it when this task is to be placed."""
         while self._arrivals_s and self._arrivals_s[0] < now_s - _RATE_S:
             self._arrivals_s.popleft()
         return ClusterView(
@@ -200,7 +201,7 @@ class ClusterScheduler:
     # -- nodes --------------------------------------------------------------------------
 
     def report(self, node: NodeView) -> None:
-        """What a node says of itself, the first time or again."""
+        """Take in a node's view of itself, the first time or again."""
         self._num_changes += 1
         if (known := self._nodes.get(node.id)) is None:
             self._ranks.setdefault(node.id, len(self._ranks))
@@ -210,9 +211,7 @@ class ClusterScheduler:
             known.use(node)
 
     def remove(self, node: str) -> tuple[str, ...]:
-        """A node is gone. Returns the ids of the tasks that it had; no error if it was not
-        there.
-        """
+        """Remove a node, and return the ids of its tasks; no error if it is not known."""
         self._num_changes += 1
         gone = self._nodes.pop(node, None)
         tasks = tuple(gone.tasks) if gone is not None else ()
@@ -223,7 +222,7 @@ class ClusterScheduler:
     # -- tasks --------------------------------------------------------------------------
 
     def submit(self, task: ClusterTask) -> None:
-        """Queue a task; `place` decides."""
+        """Queue a task for `place`."""
         assert task.id not in self._waiting[task.kind], f"{task.id} waits already"
         self._came_after_s[task.id], self._last_arrival_s = self._last_arrival_s, task.arrival_s
         self._waiting[task.kind][task.id], self._queues[task.kind] = task, None
@@ -234,20 +233,20 @@ class ClusterScheduler:
             self._arrivals_s.append(task.arrival_s)
 
     def withdraw(self, task: str) -> bool:
-        """A task that waits is not wanted any more; returns whether it waited."""
+        """Remove a task from the queue, and return whether it waited there."""
         self._came_after_s.pop(task, None)
         for kind, waiting in self._waiting.items():
-            if (found := waiting.pop(task, None)) is not None:
+            if (withdrawn := waiting.pop(task, None)) is not None:
                 self._queues[kind] = None
-                self._stop_waiting(found)
+                self._stop_waiting(withdrawn)
                 return True
         return False
 
     def place(self, now_s: float) -> Iterator[tuple[ClusterTask, Placed]]:
         """Place what can be placed now, one task after the other.
 
-        Of each kind of task, those after one that waits wait too, but for one that excludes nodes,
-        which holds up none.
+        When a task waits, those of its kind after it wait, too; but one that excludes nodes holds
+        up none.
         """
         stopped = set[TaskKind]()
         for task in self._order.order(self.view(now_s), stopped):
@@ -263,8 +262,8 @@ class ClusterScheduler:
             yield task, decision
 
     def _still_waits(self, task: ClusterTask, now_s: float) -> bool:
-        """Whether the placement need not be asked: it has said how long this task waits, and no
-        node has changed.
+        """Return whether the placement need not be asked: it has said how long this task waits, and
+        no node has changed.
         """
         id, until_s, num_changes = self._told_to_wait.get(task.kind, ("", 0.0, 0))
         return id == task.id and now_s < until_s and num_changes == self._num_changes
@@ -277,7 +276,7 @@ class ClusterScheduler:
         return None
 
     def calibrate(self, path: PlannedTask) -> None:
-        """What a task really took in place of what was planned (LeMix algorithm 2, lines 14 and
+        """Replace the planned path of a task by the measured one (LeMix algorithm 2, lines 14 and
         17).
         """
         if (node := self._node_of.get(path.task)) is not None:
@@ -285,24 +284,24 @@ class ClusterScheduler:
             self._nodes[node].calibrate(path)
 
     def begin(self, task: str, now_s: float) -> None:
-        """A request has its first token: it does not wait any more, and its forward pass took until
-        now.
+        """Note that a request has its first token: it waits no more, and its forward pass took
+        until now.
         """
         if (node := self._node_of.get(task)) is not None:
             self._num_changes += 1
             self._nodes[node].begin(task, now_s)
 
     def answered(self, tenant: str, num_tokens: int) -> None:
-        """Tokens of a tenant's answers have come."""
+        """Charge a tenant for tokens of its answers."""
         if self._counters is not None:
             self._counters.charge(tenant, output=num_tokens)
 
     def num_tasks(self, node: str) -> int:
-        """That were placed on a node and have not ended."""
+        """Return the number of tasks that were placed on a node and have not ended."""
         return len(self._nodes[node].tasks)
 
     def finish(self, task: str) -> None:
-        """A task that was placed has ended, well or not; no error if it is not known."""
+        """Note that a placed task has ended, well or not; no error if it is not known."""
         if (node := self._node_of.pop(task, None)) is not None:
             self._num_changes += 1
             self._nodes[node].finish(task)
@@ -313,7 +312,7 @@ class ClusterScheduler:
             self._counters.leave(task.tenant, task.id)
 
     def _queue(self, kind: TaskKind) -> tuple[ClusterTask, ...]:
-        """Tasks of a kind that wait; made anew only where they have changed."""
+        """Return the waiting tasks of a kind; the tuple is cached while they do not change."""
         queue = self._queues[kind]
         if queue is None:
             queue = self._queues[kind] = tuple(self._waiting[kind].values())

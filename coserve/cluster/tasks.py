@@ -1,4 +1,4 @@
-"""What is placed on nodes, made of what the engine is asked."""
+"""Tasks of the cluster, made from requests and jobs."""
 
 import time
 
@@ -9,7 +9,13 @@ from coserve.engine.commands import AddRequest, JobStart
 def task_of_request(
     request: AddRequest, *, prefix: tuple[bytes, ...], excluded: frozenset[str]
 ) -> ClusterTask:
-    """prefix: see `coserve.cluster.nodes.prefixes`. excluded: nodes where it cannot go."""
+    """Return the task of a request.
+
+    Args:
+        request: The request.
+        prefix: Keys of its prompt's blocks (`coserve.cluster.nodes.prefixes`).
+        excluded: Nodes where it cannot go.
+    """
     adapter, slo = request.adapter, request.slo
     assert request.arrival_s is not None, "a server says when requests came"
     return ClusterTask(
@@ -31,7 +37,7 @@ def task_of_request(
 
 
 def task_of_job(job: JobStart, *, excluded: frozenset[str] = frozenset()) -> ClusterTask:
-    """It came now. excluded: nodes where it cannot go."""
+    """Return the task of a job that arrives now. excluded: nodes where it cannot go."""
     return ClusterTask(
         id=job.id,
         kind="training",

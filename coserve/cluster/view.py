@@ -1,5 +1,5 @@
-"""What a placement may see of a cluster, and what it decides: plain frozen data, which nodes send
-as they are.
+"""Views that a placement gets of a cluster, and decisions that it returns: plain frozen data, which
+nodes send as they are.
 
 Terms are LeMix's (section II-A, table I). A node holds one copy of the model on one device, or on
 several in a pipeline of stages. A task is what is placed as a whole: a request, or a piece of
@@ -19,127 +19,149 @@ TaskKind = Literal["request", "training"]
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a pass of C sequences of ℓ tokens through one stage.
 
-    LeMix's η·C·ℓ² (section IV-A) is s_per_pair alone. What a pass takes at least (reading the
-    weights) and what grows with the rows (products) are beside it, without which short sequences
-    would seem to take nothing.
+    LeMix's η·C·ℓ² (section IV-A) is `s_per_pair` alone. The other two terms are added here; without
+    them short sequences would seem to take no time.
     """
 
     fixed_s: float = 0.0
+    """Least time of a pass, for reading the weights."""
     s_per_token: float = 0.0
+    """Time per row, for products."""
     s_per_pair: float = 0.0
+    """Time per pair of tokens of a sequence, for attention."""
 
     def seconds(self, length: int, batch_size: int = 1) -> float:
+        """Return the seconds of a pass of this many sequences of a length."""
         return self.fixed_s + batch_size * length * (self.s_per_token + length * self.s_per_pair)
 
 
 class NodeProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What the offline profiler found out of a kind of device and a model (LeMix section IV-A, X1).
-
-    forward, backward: a pass through one stage. decode_s: a decode step of one request;
-    decode_request_s: each request more in it. memory_share: κ, of the pool's pages, up to which
-    tasks are placed. longest_wait_s: T_max, for which a task waits for memory before others' caches
-    are offloaded for it. block_tokens: tokens of a page. pages_per_request: that a request has for
-    its states, beside those of its tokens. pages_per_trained_token: that training keeps between its
-    forward and backward pass, for each token. training_yields: whether training gives way to
-    requests within a step, as an engine has it, so that no request waits for a pass; then batch
-    work does, too.
-    """
+    """Profile of a device with a model, by the offline profiler (LeMix section IV-A, X1)."""
 
     forward: Latency
+    """Seconds of a forward pass through one stage."""
     backward: Latency
+    """Seconds of a backward pass through one stage."""
     decode_s: float = 0.0
+    """Seconds of a decode step of one request."""
     decode_request_s: float = 0.0
+    """Seconds of each further request in a decode step."""
     memory_share: float = 0.9
+    """κ: share of the pool's pages up to which tasks are placed."""
     longest_wait_s: float = 1.0
+    """T_max: time that a task waits for memory before other tasks' caches are offloaded for it."""
     block_tokens: int = 16
+    """Tokens of a page."""
     pages_per_request: int = 0
+    """Pages of a request's states, beside those of its tokens."""
     pages_per_trained_token: float = 0.0
+    """Pages that training keeps between its forward and backward pass, per token."""
     training_yields: bool = False
+    """Whether training, and batch work too, gives way to requests within a step, as in an engine,
+    so that no request waits for a pass.
+    """
 
     def num_pages(self, num_tokens: int, *, num_requests: int = 1) -> int:
-        """Of requests that have this many tokens together."""
+        """Return the pages of requests that have this many tokens together."""
         return num_requests * self.pages_per_request + ceil(num_tokens / self.block_tokens)
 
     def gives_way(self, task: "ClusterTask") -> bool:
-        """Whether a task runs here in what requests leave of each step, so that none waits for
-        it.
+        """Return whether a task runs here in what requests leave of each step, so that no request
+        waits for it.
         """
         return self.training_yields and (task.trains or task.is_batch)
 
 
 class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be placed. num_tokens: ℓ, of the prompt, or of a training sequence. batch_size: C,
-    sequences of that length. num_output_tokens: that may follow, as far as one knows. adapter: its
-    label (`name` or `name@step`; None: the bare model). prefix: keys of the prompt's full blocks
-    (`coserve.memory.pages.prefix_index`), as far as they are known. ttft_s, tpot_s: of its SLO; None:
-    none. job: that a piece of training belongs to. priority, batch_due_s: of a request, see
-    `RequestInfo`. excluded: nodes where it cannot go, such as those that have just failed it.
-    """
+    """A request or a piece of training that is to be placed."""
 
     id: str
+    """Id of the request or job."""
     kind: TaskKind
+    """A request, or training."""
     arrival_s: float
+    """Time of arrival."""
     num_tokens: int
+    """ℓ: length of the prompt, or of a training sequence."""
     batch_size: int = 1
+    """C: number of sequences of that length."""
     num_output_tokens: int = 0
+    """Tokens that may follow, as far as known."""
     adapter: str | None = None
+    """Label of the adapter, `name` or `name@step`; None: the bare model."""
     prefix: tuple[bytes, ...] = ()
+    """Keys of the prompt's full blocks (`coserve.memory.pages.prefix_index`), as far as known."""
     ttft_s: float | None = None
+    """TTFT objective; None: none."""
     tpot_s: float | None = None
+    """TPOT objective; None: none."""
     tenant: str = ""
+    """Name of the tenant."""
     job: str = ""
+    """Job to which a piece of training belongs."""
     priority: int = 0
+    """Priority of a request: `RequestInfo`."""
     batch_due_s: float | None = None
+    """Time at which batch work is due: `RequestInfo`."""
     excluded: frozenset[str] = frozenset()
+    """Nodes where the task cannot go, such as those that have just failed it."""
 
     @property
     def trains(self) -> bool:
+        """True for training."""
         return self.kind == "training"
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is batch work, for which nobody waits."""
+        """True for batch work, for which nobody waits."""
         return self.batch_due_s is not None
 
 
 class PlannedTask(msgspec.Struct, frozen=True, kw_only=True):
     """The execution path of a task on a node: as planned when it was placed, later as measured
     (LeMix figure 7).
-
-    forward_start_s, forward_end_s: by stage. backward_start_s, backward_end_s: by stage, and empty
-    for a request.
     """
 
     task: str
+    """Id of the task."""
     kind: TaskKind
+    """A request, or training."""
     arrival_s: float
+    """Time of arrival."""
     forward_start_s: tuple[float, ...]
+    """Start of the forward pass, by stage."""
     forward_end_s: tuple[float, ...]
+    """End of the forward pass, by stage."""
     backward_start_s: tuple[float, ...] = ()
+    """Start of the backward pass, by stage; empty for a request."""
     backward_end_s: tuple[float, ...] = ()
+    """End of the backward pass, by stage; empty for a request."""
 
     @property
     def end_s(self) -> float:
-        """When all of it has run: a backward pass ends at the first stage."""
+        """Time at which all of it has run: a backward pass ends at the first stage."""
         return self.backward_end_s[0] if self.backward_end_s else self.forward_end_s[-1]
 
 
 class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
-    """LengthStats in tokens of the tasks that a node has got: their number, mean, and sum of squared
-    differences from it (Welford's).
+    """Statistics of the lengths, in tokens, of the tasks that a node has got, by Welford's
+    algorithm.
     """
 
     count: int = 0
+    """Number of tasks."""
     mean: float = 0.0
+    """Mean length."""
     squares: float = 0.0
+    """Sum of squared differences from the mean."""
 
     @property
     def deviation(self) -> float:
-        """The standard deviation."""
+        """Standard deviation of the lengths."""
         return sqrt(self.squares / self.count) if self.count else 0.0
 
     def add(self, length: float) -> "LengthStats":
-        """With one more."""
+        """Return the statistics with one more length."""
         count, difference = self.count + 1, length - self.mean
         mean = self.mean + difference / count
         return LengthStats(
@@ -148,46 +170,59 @@ class LengthStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, as it last reported itself, with what has been placed on it since.
+    """A node as it last reported itself, with what has been placed on it since.
 
-    hardware: kind of device. training_in_flight: training tasks that may be between the begin of
-    their forward and the end of their backward pass at once (1: each learns from weights that have
-    what the one before has learned); None: as many as come. is_draining: gets no more tasks.
-    num_running, num_waiting: tasks that have begun, and that have not, but for batch work that
-    gives way (`NodeProfile.gives_way`); num_batch_running, num_batch_waiting: the same of that.
-    jobs: ids of those that it runs. slack: share of its time that the SLOs of its requests leave
-    over (`EngineStats`). utilisation: share of recent time in which it was busy. num_free_pages:
-    that could be had now. adapters: labels of those on the device. prefixes: keys of cached blocks,
-    the ones used last. lengths: of what was placed on it. num_tasks: that were placed and have not
-    ended. queue: the paths of these, in the order of placement; last: the path of what was placed
-    last and does not give way, ended or not (both where the placement plans paths).
-    `ClusterScheduler` fills in these four; nodes leave them out.
+    `ClusterScheduler` fills in the last four fields; nodes leave them out.
     """
 
     id: str
+    """The node's name."""
     hardware: str
+    """Kind of device."""
     profile: NodeProfile
+    """Profile of this kind."""
     num_stages: int = 1
+    """Number of pipeline stages."""
     training_in_flight: int | None = None
+    """Number of training tasks that may be between the begin of their forward and the end of their
+    backward pass at once (1: each learns from weights that have what the one before has learned);
+    None: any.
+    """
     is_draining: bool = False
+    """Whether the node gets no more tasks."""
     num_running: int = 0
+    """Tasks that have begun, but for batch work that gives way (`NodeProfile.gives_way`)."""
     num_waiting: int = 0
+    """Tasks that have not begun, but for batch work that gives way."""
     num_batch_running: int = 0
+    """Tasks of batch work that give way and have begun."""
     num_batch_waiting: int = 0
+    """Tasks of batch work that give way and have not begun."""
     jobs: tuple[str, ...] = ()
+    """Ids of the jobs that it runs."""
     slack: float = 1.0
+    """Share of its time that the SLOs of its requests leave over (`EngineStats`)."""
     utilisation: float = 0.0
+    """Share of recent time in which it was busy."""
     num_pages: int = 0
+    """Pages of its pool."""
     num_free_pages: int = 0
+    """Pages that could be allocated now."""
     adapters: frozenset[str] = frozenset()
+    """Labels of the adapters on the device."""
     prefixes: frozenset[bytes] = frozenset()
+    """Keys of cached blocks, those used last."""
     lengths: LengthStats = LengthStats()
+    """Lengths of what was placed on it."""
     num_tasks: int = 0
+    """Number of tasks that were placed on it and have not ended."""
     queue: tuple[PlannedTask, ...] = ()
+    """Paths of these tasks, in the order of placement, where the placement plans paths."""
     last: PlannedTask | None = None
+    """Path of the last task that was placed and does not give way, ended or not."""
 
     def num_pages_of(self, task: ClusterTask) -> int:
-        """That a task needs here."""
+        """Return the pages that a task needs here."""
         tokens = task.batch_size * (task.num_tokens + task.num_output_tokens)
         if task.trains:
             pages = ceil(tokens * self.profile.pages_per_trained_token)
@@ -197,8 +232,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return self.profile.num_pages(tokens, num_requests=task.batch_size)
 
     def has_memory(self, task: ClusterTask) -> bool:
-        """Whether its pages stay below κ of the pool's (LeMix algorithm 2, line 7); a node that has
-        told nothing of its pages has.
+        """Return whether a task's pages stay below κ of the pool's (LeMix algorithm 2, line 7);
+        always for a node that reports no pages.
         """
         used = self.num_pages - self.num_free_pages
         return (
@@ -207,7 +242,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def num_cached_tokens(self, task: ClusterTask) -> int:
-        """Of a prompt, that need not be computed here."""
+        """Return the number of a prompt's tokens that need not be computed here."""
         count = 0
         for key in task.prefix:
             if key not in self.prefixes:
@@ -217,46 +252,50 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster at the moment of a decision.
-
-    nodes: in an order that stays. requests, training: tasks that have no node yet, in the order in
-    which they came, the one to be placed among them. num_requests_placed, num_training_placed: so
-    far. last_arrival_s: of the task that arrived before the one to be placed; None: it is the
-    first. request_rate: requests per second of late, but for batch work. tenants: of those whose
-    requests wait, where these are to be shared out among them; otherwise none is told.
-    prompt_weight: what a token of a prompt costs its tenant.
-    """
+    """The cluster at the moment of a decision."""
 
     now_s: float
+    """The time."""
     nodes: tuple[NodeView, ...]
+    """The nodes, in an order that does not change."""
     requests: tuple[ClusterTask, ...] = ()
+    """Requests that have no node yet, in the order of arrival, the one to be placed among them."""
     training: tuple[ClusterTask, ...] = ()
+    """Training tasks that have no node yet, likewise."""
     num_requests_placed: int = 0
+    """Number of requests placed so far."""
     num_training_placed: int = 0
+    """Number of training tasks placed so far."""
     last_arrival_s: float | None = None
+    """Arrival of the task before the one to be placed; None: it is the first."""
     request_rate: float = 0.0
+    """Recent requests per second, but for batch work."""
     tenants: tuple[TenantView, ...] = ()
+    """Tenants whose requests wait, where these are to be shared out among them; otherwise empty."""
     prompt_weight: float = 1.0
+    """What a token of a prompt costs its tenant."""
 
 
 class Placed(NamedTuple):
-    """A task goes to a node. path: as the placement plans it there; None: it plans none. offloads:
-    the node is to offload caches to the host first, since the task has waited for memory for too
-    long.
-    """
+    """Decision that a task goes to a node."""
 
     node: str
+    """The node."""
     path: PlannedTask | None = None
+    """The path that the placement plans there; None: it plans none."""
     offloads: bool = False
+    """Whether the node is to offload caches to the host first, since the task has waited for memory
+    for too long.
+    """
 
 
 class Waits(NamedTuple):
-    """A task stays in the queue. reason: for those who ask. seconds: after which to ask again, if
-    no node has changed before.
-    """
+    """Decision that a task stays in the queue."""
 
     reason: str
+    """Why, in one line."""
     seconds: float
+    """Time after which to ask again, if no node has changed before."""
 
 
 Decision = Placed | Waits

@@ -102,6 +102,14 @@ class ClusterSimulation:
         on_end: Callable[[TaskOutcome, float], None] | None = None,
         messages_s: float = 0.0,
     ) -> None:
+        """Begin without tasks.
+
+        Args:
+            nodes: The nodes.
+            placement: Decides where tasks go.
+            on_end: Called with each task that has ended, and the time.
+            messages_s: Seconds that reports of nodes take to arrive.
+        """
         self._nodes = {node.id: node for node in nodes}
         self._scheduler = ClusterScheduler(placement)
         self._on_end, self._messages_s = on_end, messages_s
@@ -161,9 +169,9 @@ class ClusterSimulation:
             self._say(self._nodes[decision.node].add(task, decision, now_s))
         self._hear(now_s, ran)
 
-    def _say(self, said: Iterable[ModelledReport]) -> None:
-        for each in said:
-            heappush(self._said, (each.at_s + self._messages_s, next(self._numbers), each))
+    def _say(self, reports: Iterable[ModelledReport]) -> None:
+        for report in reports:
+            heappush(self._said, (report.at_s + self._messages_s, next(self._numbers), report))
 
     def _hear(self, now_s: float, ran: SimulationResult) -> bool:
         """Take the reports that have arrived, and return whether something may be placed because of
@@ -171,12 +179,12 @@ class ClusterSimulation:
         """
         asks = False
         while self._said and self._said[0][0] <= now_s:
-            heard_s, _, said = heappop(self._said)
-            for progress in said.progress:
+            heard_s, _, report = heappop(self._said)
+            for progress in report.progress:
                 asks |= progress.first_token_s is not None
                 self._take(progress, heard_s, ran)
-            if said.view is not None:
-                self._scheduler.report(said.view)
+            if report.view is not None:
+                self._scheduler.report(report.view)
                 asks = True
         return asks
 

@@ -1,4 +1,4 @@
-"""One cluster for all tests that change nothing of it but what they mend, or that come last."""
+"""One cluster for all tests that repair what they harm, or that run last."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,14 +9,14 @@ from cluster.ray_world import RayWorld, ray_head, ray_world
 
 @pytest.fixture(scope="package")
 def head() -> Iterator[Any]:
-    """Ray's; machines come and go."""
+    """Start a cluster of Ray without machines; these come and go."""
     with ray_head() as found:
         yield found
 
 
 @pytest.fixture(scope="package")
 def world(tmp_path_factory: pytest.TempPathFactory, head: Any, engine: Any) -> Iterator[RayWorld]:
-    """engine: has measured the machine, which else each node does, all at once."""
+    """Start a front and nodes. engine: has measured the machine, which else each node does."""
     with ray_world(head, tmp_path_factory.mktemp("home")) as found:
         yield found
 

@@ -1,5 +1,6 @@
-"""A real Ray cluster on this machine: a head, and machines with one device each; and what may
-befall them."""
+"""A real Ray cluster on this machine: a head, and machines with one device each; and ways to harm
+them.
+"""
 
 import os
 import signal
@@ -35,11 +36,14 @@ def free_port() -> int:
 
 
 class RayWorld:
-    """The cluster, its front's URL, and ways to harm it. Times are of recoveries, by what was
-    killed."""
+    """The cluster, its front's URL, and ways to harm it. `times` has the seconds of recoveries, by
+    what was killed.
+    """
 
     def __init__(self, cluster: Any, config: ServerConfig, homes: Path | None = None) -> None:
-        """homes: below it, each machine has one of its own (None: the usual one)."""
+        """Use a cluster. homes: directory in which each machine has a home of its own (None: the
+        usual one).
+        """
         from coserve.cluster.ray import commands as ray_commands
 
         self.ray_commands, self.cluster, self.config, self.homes = (
@@ -57,14 +61,14 @@ class RayWorld:
         self.machines: list[Any] = []
 
     def client_of(self, key: str) -> OpenAI:
-        """A client with a key."""
+        """Return a client with a key."""
         pool = DefaultHttpxClient(verify=self._trusting)
         made = OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=120, http_client=pool)
         self._clients.append(made)
         return made
 
     def close(self) -> None:
-        """The connections of all clients."""
+        """Close the connections of all clients."""
         for client in self._clients:
             client.close()
 
@@ -79,7 +83,7 @@ class RayWorld:
         self.machines.append(self.cluster.add_node(num_cpus=1, resources={DEVICE: 1}, env_vars=own))
 
     def remove_machines(self) -> None:
-        """All of them, at the end."""
+        """Remove all machines, at the end."""
         for machine in self.machines:
             self.cluster.remove_node(machine)
         self.machines.clear()
@@ -92,14 +96,14 @@ class RayWorld:
         return found
 
     def members_of_ray(self) -> list[dict[str, Any]]:
-        """All machines that Ray has ever had."""
+        """Return all machines that Ray has ever had."""
         import ray
 
         found: list[dict[str, Any]] = ray.nodes()
         return found
 
     def members(self) -> tuple[int, list[str]]:
-        """How many machines Ray has ever had, and the nodes that the front knows."""
+        """Return the number of machines that Ray has ever had, and the nodes of the front."""
         return len(self.members_of_ray()), [each["name"] for each in self.status()["nodes"]]
 
     def num_ready(self) -> int:
@@ -110,7 +114,7 @@ class RayWorld:
         return 0
 
     def lives(self) -> frozenset[tuple[Any, ...]]:
-        """The processes that answer now: any of them that dies is another one later."""
+        """Return the processes that answer now: one that dies is replaced by another process."""
         from coserve.errors import CoserveError
 
         with suppress(CoserveError):
@@ -122,7 +126,7 @@ class RayWorld:
         return frozenset()
 
     def has_recovered(self, before: frozenset[tuple[Any, ...]]) -> bool:
-        """Whether all live, and something does that did not."""
+        """Return whether all processes live, and one of them is new."""
         now = self.lives()
         return len(now) == len(self.machines) + 1 and now != before
 
@@ -136,15 +140,15 @@ class RayWorld:
     # -- what may befall it -----------------------------------------------------------------
 
     def kill_engine(self, number: int) -> None:
-        """The process that holds the model; its actor has another one forked."""
+        """Kill the process that holds the model; its actor has another one forked."""
         _kill(engine_of(self._pid_of_node(number)))
 
     def kill_actor(self, number: int) -> None:
-        """The actor's process; Ray starts it again."""
+        """Kill the actor's process; Ray starts it again."""
         _kill(self._pid_of_node(number))
 
     def end_actor(self, number: int) -> None:
-        """For good: Ray does not start it again."""
+        """End an actor so that Ray does not start it again."""
         import ray
 
         from coserve.cluster.ray.nodes import NAMESPACE
@@ -153,13 +157,13 @@ class RayWorld:
         ray.kill(ray.get_actor(names[number % len(names)], NAMESPACE))
 
     def kill_machine(self, number: int) -> None:
-        """All that runs on a machine of Ray's; another one takes its place."""
+        """Kill all processes of a machine of Ray; another machine takes its place."""
         machine = self.machines.pop(number % len(self.machines))
         self.cluster.remove_node(machine, allow_graceful=False)
         self.add_machine()
 
     def remove_machine_of(self, job: str) -> None:
-        """The one that trains a job; none takes its place."""
+        """Remove the machine that trains a job; none takes its place."""
         pid = self.until(
             lambda: [each["pid"] for each in self._nodes() if job in each["jobs"] and each["pid"]]
         )[0]
@@ -177,11 +181,11 @@ class RayWorld:
         self.cluster.remove_node(machine, allow_graceful=False)
 
     def kill_front(self, number: int) -> None:
-        """Ray Serve's replica, with the store and all connections."""
+        """Kill Ray Serve's replica, with the store and all connections."""
         _kill(self.until(lambda: self._front_pid()))
 
     def drain_and_kill_front(self, number: int) -> None:
-        """A node with jobs drains, which move; the front that comes then uses it again."""
+        """Drain a node with jobs, which move; the front that comes then uses it again."""
         node = max(
             self.until(self._nodes), key=lambda each: len(each["jobs"]) * (each["state"] == "ready")
         )
@@ -191,14 +195,14 @@ class RayWorld:
         self.kill_front(number)
 
     def fronts(self) -> set[int]:
-        """Processes that are fronts: the one that answers, and those that stand by."""
+        """Return the processes of fronts: the one that answers, and those that stand by."""
         found = subprocess.run(
             ["pgrep", "-f", "^ray::ServeReplica:coserve:front"], capture_output=True, text=True
         )
         return set(map(int, found.stdout.split()))
 
     def num_fronts(self) -> int:
-        """Those that have started, whichever of them answers."""
+        """Return the number of fronts that have started, whichever of them answers."""
         from ray import serve
 
         front = (
@@ -209,7 +213,7 @@ class RayWorld:
         return int(front.replica_states.get("RUNNING", 0))
 
     def front_that_answers(self) -> int | None:
-        """Its process; None while there is none."""
+        """Return the process of the front that answers; None while there is none."""
         return self._front_pid()
 
     def _pid_of_node(self, number: int) -> int:
@@ -235,8 +239,9 @@ class RayWorld:
 
 
 def engine_of(actor: int) -> int:
-    """The process that reads what a node's actor writes to its standard input; they have no other
-    kinship."""
+    """Return the process that reads what a node's actor writes to its standard input; they have no
+    other kinship.
+    """
     written = {
         os.readlink(file)
         for file in Path(f"/proc/{actor}/fd").iterdir()
@@ -251,7 +256,7 @@ def engine_of(actor: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
+    """Return the processes that a process has started."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
     return list(map(int, found.stdout.split()))
 
@@ -262,14 +267,14 @@ def _kill(pid: int) -> None:
 
 
 def write_keys(path: Path, key: str) -> None:
-    """The one key that the front takes, which is an operator's."""
+    """Write the one key that the front takes, an operator's."""
     path.write_text(f'[keys]\n"{digest_of(key)}" = "ann"\n[tenants.ann]\noperator = true\n')
     path.chmod(0o600)
 
 
 @contextmanager
 def ray_head() -> Iterator[Any]:
-    """A cluster of Ray's without devices, which this process asks, and commands."""
+    """Start a cluster of Ray without devices, which this process and commands can ask."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     preload("coserve.cluster.ray.front")
     from ray.cluster_utils import Cluster
@@ -301,8 +306,18 @@ def ray_world(
     num_fronts: int = NUM_FRONTS,
     **settings: Any,
 ) -> Iterator[RayWorld]:
-    """All nodes ready, on machines that the cluster of a `ray_head` has for as long. placement:
-    takes turns for tests that ask all nodes by asking as often. homes: of machines.
+    """Start nodes on machines that the cluster of a `ray_head` has for as long, and wait until they
+    are ready.
+
+    Args:
+        cluster: The cluster.
+        home: The front's home.
+        num_machines: Number of machines.
+        placement: Name of the placement; by default nodes take turns, so that tests reach all
+            nodes.
+        homes: Directory of the machines' homes.
+        num_fronts: Number of fronts.
+        settings: Options of the server.
     """
     from coserve.cluster.ray import commands as ray_commands
     from coserve.cluster.ray import front as ray_front

@@ -1,8 +1,8 @@
 """One server on a real Ray cluster of three nodes: it answers as one device does, and nothing is
 lost when parts die.
 
-COSERVE_CLUSTER_KILLS: how many, one kind after the other (default: one of each kind).
-COSERVE_CLUSTER_PLACEMENT: by what requests and jobs are placed (default: round-robin).
+COSERVE_CLUSTER_KILLS: number of kills, one kind after the other (default: one of each kind).
+COSERVE_CLUSTER_PLACEMENT: placement of requests and jobs (default: round-robin).
 """
 
 import json
@@ -88,7 +88,7 @@ def train(
 
 
 def job_of(world: RayWorld, id: str) -> Any:
-    """None while the front is away."""
+    """Return a job; None while there is no front."""
     try:
         return world.client.fine_tuning.jobs.retrieve(id)
     except (openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
@@ -152,23 +152,24 @@ def test_the_front_has_tls_and_keys(world: RayWorld):
 # A machine that has no other one of Ray's in it asks the cluster by its own, which has joined by
 # then.
 BY_ITSELF = (
-    "import time; from coserve.cluster.ray import commands as ray_commands; connect = ray_commands.connect; "
+    "import time; from coserve.cluster.ray import commands as ray_commands; "
+    "connect = ray_commands.connect; "
     "ray_commands.connect = lambda address: (time.sleep(15), connect(address))"
 )
 
 
 def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path: Path):
-    from coserve.cluster.ray.machine import Served, tell_served
+    from coserve.cluster.ray.machine import Served, announce_served
 
     before, address = world.members(), world.cluster.address
     for own in (["dummy:qwen2.5-0.5b"], ["tiny", "--dtype", "bfloat16"], ["--placement", "lemix"]):
         said = failure(tmp_path, "cluster", "up", *own, "--address", address, before=BY_ITSELF)
         assert f"the cluster at {address} already serves tiny: to join it, use no options" in said
-    tell_served(Served(model="tiny", version="0.0.1"))
+    announce_served(Served(model="tiny", version="0.0.1"))
     assert "runs coserve 0.0.1, and this is " in failure(
         tmp_path, "cluster", "up", "--address", address, before=BY_ITSELF
     )
-    tell_served(Served(model="tiny"))
+    announce_served(Served(model="tiny"))
     assert world.members() == before
 
 
@@ -181,7 +182,7 @@ def test_a_node_that_ray_has_given_up_is_made_again(world: RayWorld):
 
 @pytest.fixture(scope="module")
 def made(world: RayWorld, engine: Any) -> Any:
-    """A job that has succeeded; `engine` has what it made, too."""
+    """Return a job that has succeeded; `engine` has its adapter, too."""
     job = finished(world, train(world, 3, 20))
     engine.load_adapter(job.fine_tuned_model, str(directory_of(world, job.id, 20)))
     return job
@@ -249,13 +250,12 @@ CLEAR_ERRORS = re.compile(
 
 
 class Streams:
-    """Clients that read one answer after the other; what came of each is compared with a single
-    engine's."""
+    """Clients that read one answer after the other, and compare each with a single engine's."""
 
     def __init__(
         self, world: RayWorld, expected: dict[tuple[str, str], str], num_tokens: int
     ) -> None:
-        """expected: by model and prompt."""
+        """Start the clients. expected: answers by model and prompt."""
         self._world, self._expected, self._num_tokens = world, expected, num_tokens
         self._ended = threading.Event()
         self.num_whole, self.errors, self.wrong = 0, list[str](), list[str]()
@@ -287,7 +287,7 @@ class Streams:
                 self.wrong += [text] if text != expected else []
 
     def unclear(self) -> list[str]:
-        """Errors that no client should see."""
+        """Return the errors that no client should see."""
         return sorted({each for each in self.errors if not CLEAR_ERRORS.match(each)})
 
     def has_more_than(self, number: int) -> bool:
@@ -382,7 +382,9 @@ def test_a_front_that_stands_by_takes_over_and_no_request_is_left_without_an_ans
 def kill_the_front_that_answers(
     world: RayWorld, threads: ThreadPoolExecutor, expected: dict[str, str], job: str
 ) -> dict[str, float]:
-    """With requests open, and one that comes then: each ends. Returns what it took until what."""
+    """Kill the front while requests are open and another one arrives; each ends. Returns the
+    seconds until each kind of recovery.
+    """
     took: dict[str, float] = {}
     answered, before = world.status()["pid"], world.fronts()
     asked = [
@@ -421,7 +423,7 @@ def kill_the_front_that_answers(
 
 
 def has_made(world: RayWorld, job: str, step: int) -> bool:
-    """Whether a job has made as many steps."""
+    """Return whether a job has made as many steps."""
     with suppress(openai.APIError):
         return max(steps_of(world, job), default=0) >= step
     return False
@@ -430,7 +432,7 @@ def has_made(world: RayWorld, job: str, step: int) -> bool:
 def whole_or_error(
     world: RayWorld, prompt: str, expected: str, num_tokens: int = 48, model: str = "tiny"
 ) -> str:
-    """How a request ends: whole, wrong, or an error, in its words."""
+    """Return how a request ends: "whole", "wrong", or the text of its error."""
     try:
         return "whole" if ask(world, prompt, num_tokens, model) == expected else "wrong"
     except openai.APIError as error:

@@ -1,5 +1,5 @@
-"""Full fine-tuning over the nodes of the cluster of `test_on_ray.py`, after that: it changes what
-they serve. At last, what ends the cluster's front, and its nodes.
+"""Full fine-tuning over the nodes of the cluster of `test_on_ray.py`, after that file's tests,
+since it changes what the nodes serve; and the commands that end the front and the nodes.
 """
 
 import os
@@ -41,7 +41,9 @@ NUM_FULL_STEPS = 20
 
 @pytest.fixture(scope="module")
 def full_model(world: RayWorld) -> tuple[str, str]:
-    """Name and directory of what full fine-tuning over all nodes has made; they serve it."""
+    """Return the name and the directory of what full fine-tuning over all nodes has made; they
+    serve it.
+    """
     client = world.client
     world.until(lambda: world.num_ready() == 3)
     for job in client.fine_tuning.jobs.list(
@@ -63,7 +65,7 @@ def full_model(world: RayWorld) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def full_answers(full_model: tuple[str, str], engine: Any) -> dict[str, str]:
-    """What one engine says that was started with these files."""
+    """Return the answers of one engine that was started with these files."""
     from coserve import Engine
     from coserve.engine.config import EngineConfig
 
@@ -83,7 +85,7 @@ def assert_every_node_says(world: RayWorld, answers: dict[str, str], *models: st
         assert {ask(world, prompt, 12, model) for model in models for _ in range(3)} == {answer}
 
 
-def test_three_nodes_serve_what_full_fine_tuning_over_all_of_them_has_made_also_when_engines_start_again(
+def test_three_nodes_serve_what_full_fine_tuning_has_made_also_when_engines_restart(
     world: RayWorld, full_model: tuple[str, str], full_answers: dict[str, str]
 ):
     assert_every_node_says(world, full_answers, "tiny", full_model[0])
@@ -125,7 +127,7 @@ def test_a_cluster_that_cannot_be_used_says_why(world: RayWorld, tmp_path: Path)
 
 @contextmanager
 def command(stderr: Path, *arguments: str) -> Iterator[ForkedCommand]:
-    """`coserve cluster up`, which ends in good order."""
+    """Run `coserve cluster up`, which ends in good order."""
     up = ForkedCommand("cluster", "up", *arguments, environment=os.environ, stderr=stderr)
     with ended_in_good_order(up, stderr):
         yield up
@@ -148,8 +150,8 @@ def ended_in_good_order(up: ForkedCommand, stderr: Path) -> Iterator[None]:
 def one_of_two(
     world: RayWorld, directory: Path, address: str, *arguments: str
 ) -> Iterator[ForkedCommand]:
-    """Of two commands that would serve at once, the one that does; the other has said why it does
-    not, and changed nothing.
+    """Run two commands that would serve at once, and yield the one that does; the other has
+    reported why it does not, and changed nothing.
     """
     machines, errors = len(world.members_of_ray()), [directory / "first", directory / "rival"]
     both = [
@@ -178,8 +180,9 @@ def one_of_two(
 
 
 def assert_ctrl_c_is_not_rays(pid: int) -> None:
-    """A terminal's goes to the whole group of processes of a command: Ray would be gone before
-    anything leaves it."""
+    """Check that Ray's processes are in another group than the command: a terminal's Ctrl-C goes to
+    the whole group, and Ray would be gone before anything leaves it.
+    """
     ray = [
         each
         for each in children(pid)

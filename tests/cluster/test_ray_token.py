@@ -36,14 +36,14 @@ except AuthenticationError:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Of a machine with a home of its own, and no token but what lies there."""
+    """Return the environment of a machine with a home of its own, and its token alone."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     return kept | {"COSERVE_HOME": str(home), "HOME": str(home), "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
 def cluster(directory: Path, ray_port: int) -> Iterator[tuple[str, str]]:
-    """A front and one node: the line that says where they are, and the front's URL."""
+    """Start a front and one node; yield the line that says where they are, and the front's URL."""
     options = {
         "ray-port": ray_port,
         "port": free_port(),
@@ -92,7 +92,7 @@ def run(home: Path, *command: str) -> "subprocess.CompletedProcess[str]":
 
 
 def processes_of(port: int) -> list[Path]:
-    """Ray's, and the workers that it has started."""
+    """Return Ray's processes, and the workers that it has started."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:

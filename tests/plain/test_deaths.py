@@ -51,7 +51,7 @@ with activity.{doing}("c"):
 """
 
 
-def last_words(
+def last_error(
     path: Path, last_act: str, *, doing: str = "of", before: str = "pass"
 ) -> tuple[LastActivity, "subprocess.Popen[bytes]"]:
     """Of a process that notes what it does, and then does its last act."""
@@ -78,7 +78,7 @@ def last_words(
 def test_what_a_process_worked_for_is_known_after_its_death(
     tmp_path: Path, last_act: str, hung: bool, jobs: tuple[str, ...]
 ):
-    activity, process = last_words(tmp_path / "activity", last_act)
+    activity, process = last_error(tmp_path / "activity", last_act)
     assert activity.jobs_at_death(process.wait(60), hung=hung) == jobs
 
 
@@ -93,7 +93,7 @@ def test_what_a_process_worked_for_is_known_after_its_death(
 def test_a_job_whose_files_are_read_is_under_way_while_the_device_rests(
     tmp_path: Path, before: str, jobs: tuple[str, ...]
 ):
-    activity, process = last_words(
+    activity, process = last_error(
         tmp_path / "activity", "os._exit(3)", doing="files_of", before=before
     )
     assert activity.jobs_at_death(process.wait(60), hung=False) == jobs
@@ -102,12 +102,12 @@ def test_a_job_whose_files_are_read_is_under_way_while_the_device_rests(
 def test_a_death_while_a_request_is_taken_in_is_no_jobs(tmp_path: Path):
     """The device's last step, which worked for a job, is over."""
     before = "activity.note(frozenset('a')); taken = activity.of_request(); taken.__enter__()"
-    activity, process = last_words(tmp_path / "activity", "os._exit(3)", before=before)
+    activity, process = last_error(tmp_path / "activity", "os._exit(3)", before=before)
     assert activity.jobs_at_death(process.wait(60), hung=False) == ()
 
 
 def test_a_process_that_somebody_has_stopped_does_not_hang(tmp_path: Path):
-    activity, process = last_words(tmp_path / "activity", "os.kill(os.getpid(), signal.SIGSTOP)")
+    activity, process = last_error(tmp_path / "activity", "os.kill(os.getpid(), signal.SIGSTOP)")
     os.waitpid(process.pid, os.WUNTRACED)
     assert activity.is_stopped()
     process.kill()
@@ -118,7 +118,7 @@ def test_a_process_that_somebody_has_stopped_does_not_hang(tmp_path: Path):
 def test_nor_does_one_whose_rank_somebody_has_stopped(tmp_path: Path):
     stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     last_act = f"import subprocess; subprocess.run([sys.executable, '-c', {stopped!r}])"
-    activity, process = last_words(tmp_path / "activity", last_act)
+    activity, process = last_error(tmp_path / "activity", last_act)
     while not activity.is_stopped():
         assert process.poll() is None
         time.sleep(0.01)

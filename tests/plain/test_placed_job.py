@@ -110,7 +110,7 @@ def test_a_job_moves_from_its_newest_checkpoint_and_rests_where_it_moves_if_it_d
     state, actions = driven(after(*ON_NODE, MOVE, checkpoint="/began"))
     assert actions == ["park", "leave", "submit", "start"]
     assert (state.sent_to, state.start.checkpoint, state.rests) == (OTHER, "/began", False)
-    rests = (REST, "pause")
+    rests: tuple[Event, ...] = (REST, "pause")
     state, _ = driven(after(*ON_NODE, checkpoint(7), step(7), *rests, MOVE))
     assert (state.start.checkpoint, state.start.paused) == ("/7", True)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.cluster.ray.errors import first_line, last_words
+from coserve.cluster.ray.errors import first_line, last_error
 
 # Of Ray 2.60, where a machine has another version of it than the cluster.
 MISMATCH = """Version mismatch: The cluster was started with:
@@ -48,4 +48,4 @@ def test_of_an_error_the_first_line_or_all_where_that_says_nothing_yet(error: Ex
     ],
 )
 def test_of_a_process_its_error_or_else_its_last_line(stderr: str, said: str | None):
-    assert last_words(stderr) == said
+    assert last_error(stderr) == said

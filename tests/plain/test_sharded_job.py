@@ -47,8 +47,7 @@ class Divided:
         self.nodes: list[str | None] = [None] * num_shards
         self.spent: list[str] = []
 
-    @property
-    def next(self) -> Action | None:
+    def planned(self) -> Action | None:
         return plan(self.state, self.nodes)
 
     def after(self, *events: Event) -> "Divided":
@@ -59,12 +58,13 @@ class Divided:
     def started(self) -> "Divided":
         """With all shards on nodes of their own."""
         self.nodes = [f"n{number}" for number in range(self.state.num_shards)]
-        return self.after("start first", *["start next"] * (self.state.num_shards - 1))
+        others: list[Action] = ["start next"] * (self.state.num_shards - 1)
+        return self.after("start first", *others)
 
     def due(self) -> list[Action]:
         """What events call for, which is done now."""
         actions = list[Action]()
-        while isinstance(action := self.next, Report | Combine | Discard):
+        while isinstance(action := self.planned(), Report | Combine | Discard):
             actions.append(action)
             self.after(action)
         return actions
@@ -234,43 +234,43 @@ def test_a_version_is_told_when_all_nodes_have_one_as_new():
 def test_an_end_that_was_requested_is_reported_when_all_shards_have_ended_and_any_other_at_once():
     job = Divided(2).started()
     assert [each.job for each in job.report(1, event("failed", 2))] == ["j"]
-    assert job.state.is_over and job.next == "leave"
+    assert job.state.is_over and job.planned() == "leave"
     job = Divided(2).started().after(ChangeRequested(desired="end"))
-    assert job.next == "cancel"
+    assert job.planned() == "cancel"
     assert job.report(0, event("cancelled", 2)) == job.report(1, event("cancelled", 2)) == []
     assert job.state.end is not None and job.state.end.job == "j"
-    assert job.after("cancel", RequestClosed()).next is None
+    assert job.after("cancel", RequestClosed()).planned() is None
     assert job.state.shards == ["j.a.0", "j.a.1"]
 
 
 def test_an_end_that_could_not_be_had_leaves_the_job_as_it_is():
     job = Divided(2).started().after(ChangeRequested(desired="end"), RequestClosed())
-    assert not job.state.is_over and job.next is None
+    assert not job.state.is_over and job.planned() is None
 
 
 def test_a_shard_is_started_when_those_before_it_have_nodes_of_their_own():
     job = Divided(3)
-    assert job.next == "start first"
-    assert job.after("start first").next is None
+    assert job.planned() == "start first"
+    assert job.after("start first").planned() is None
     job.nodes[0] = "n0"
-    assert job.next == "start next"
-    assert job.after("start next").next is None
+    assert job.planned() == "start next"
+    assert job.after("start next").planned() is None
     job.nodes[1] = "n1"
-    assert job.next == "start next"
+    assert job.planned() == "start next"
     job.nodes[2] = "n2"
-    assert job.after("start next").next is None
+    assert job.after("start next").planned() is None
 
 
 def test_a_job_whose_first_shard_is_refused_leaves_its_nodes():
     job = Divided(2).after(StartRefused())
-    assert job.next == "leave"
-    assert job.after("leave").next is None
+    assert job.planned() == "leave"
+    assert job.after("leave").planned() is None
 
 
 def driven(job: Divided) -> list[Action]:
     """What is done until there is nothing left to do."""
     actions = list[Action]()
-    while (action := job.next) is not None:
+    while (action := job.planned()) is not None:
         assert len(actions) < 10, "the plan comes to its end"
         actions.append(action)
         job.after(action)
@@ -292,9 +292,9 @@ def test_other_shards_rest_when_they_have_come_as_far_as_the_first_ones_checkpoi
     job.after("await starts", "pause first")
     assert job.report(0, event("step", 1)) == []
     assert job.report(0, Checkpointed(job="j.a.0", step=1, directory="/c", listed=False)) == []
-    assert job.next == "await reports"
+    assert job.planned() == "await reports"
     assert len(job.report(1, event("step", 1))) == 2
-    assert job.next == "pause others"
+    assert job.planned() == "pause others"
 
 
 def test_a_job_rests_without_those_that_do_not_come_as_far_in_time():
@@ -307,24 +307,24 @@ def test_a_job_rests_without_those_that_do_not_come_as_far_in_time():
 
 def test_shards_that_get_a_node_while_a_job_comes_to_rest_are_started_before_they_are_paused():
     job = Divided(2).after("start first", ChangeRequested(desired="rest"))
-    assert job.next == "await starts"
+    assert job.planned() == "await starts"
     job.nodes[0] = "n0"
-    assert job.next == "start next"
+    assert job.planned() == "start next"
 
 
 def test_a_job_that_moves_rests_and_starts_again_on_other_nodes():
     job = Divided(3).started().after(ChangeRequested(desired="move"))
     assert driven(job) == [*REST, "regroup"]
-    assert job.after(RequestClosed()).next is None
+    assert job.after(RequestClosed()).planned() is None
 
 
 def test_a_job_has_succeeded_when_all_shards_have():
     job = Divided(2).started()
     job.report(1, event("succeeded", 1))
-    assert job.next is None
+    assert job.planned() is None
     job.report(0, event("succeeded", 1))
-    assert job.next == "finish"
-    assert job.after("finish").next is None
+    assert job.planned() == "finish"
+    assert job.after("finish").planned() is None
 
 
 def test_a_shard_begins_with_the_newest_checkpoint_that_all_have_come_to():

@@ -124,7 +124,7 @@ def test_a_node_must_see_the_home_and_the_adapters_that_the_front_sees(tmp_path:
         looked = list[SharedPaths]()
 
         class Looking(ScriptedNode):
-            async def look_at(self, shared: SharedPaths) -> str | None:
+            async def compare_files(self, shared: SharedPaths) -> str | None:
                 looked.append(shared)
                 return unseen(shared)
 

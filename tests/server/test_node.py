@@ -69,9 +69,9 @@ def test_it_tells_its_settings_what_it_sees_and_the_fingerprint_of_its_weights(t
             seen = ExpectedFiles(
                 what="a file", paths=(str(file),), digest=sampled_digest([file]), advice="look"
             )
-            assert await node.look_at(SharedPaths(files=(seen,), home=str(tmp_path))) is None
+            assert await node.compare_files(SharedPaths(files=(seen,), home=str(tmp_path))) is None
             file.write_text("b")
-            why = await node.look_at(SharedPaths(files=(seen,), home=str(tmp_path)))
+            why = await node.compare_files(SharedPaths(files=(seen,), home=str(tmp_path)))
             assert why == "it does not see a file as the front does (there are others here): look"
             await node.attach("session")
             last = 0

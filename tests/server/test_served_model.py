@@ -39,7 +39,7 @@ def test_a_front_that_cannot_start_says_why_though_ray_is_gone(monkeypatch: pyte
 
     monkeypatch.setattr(ray_front, "serve", SimpleNamespace(start=lambda **_: None, run=fail))
     monkeypatch.setattr(ray_front, "application", lambda *_, **__: None)
-    monkeypatch.setattr(ray_commands, "tell_served", gone)
+    monkeypatch.setattr(ray_commands, "announce_served", gone)
     with pytest.raises(ClusterError, match="the front cannot start: there is no memory left"):
         ray_front.deploy(ServerConfig(), "round-robin", resources={})
 
@@ -65,7 +65,7 @@ def test_the_front_that_answers_takes_its_word_back_when_it_ends(
     monkeypatch.setattr(ray_front, "Front", lambda *_, **__: None)
     for module in (ray_commands, ray_front):
         monkeypatch.setattr(
-            module, "tell_served", lambda served: told.append(served and served.model)
+            module, "announce_served", lambda served: told.append(served and served.model)
         )
 
     async def test() -> None:

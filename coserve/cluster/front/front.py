@@ -1,5 +1,4 @@
-"""The front: the application that one device's server is, with the engines of a cluster in place of
-one.
+"""The front: the application of one device's server, with the engines of a cluster in place of one.
 
 Only one front at a time has the store and the files, as only one server has a home: it holds the
 home's lock.
@@ -41,15 +40,15 @@ from coserve.server.serve import check_certificate, close_context, engine_settin
 _log = logging.getLogger(__name__)
 
 DEFAULT_PLACEMENT = "slack-affinity"
-# A front that ends keeps the home until its jobs have their checkpoints.
+# Time to wait for the home: a front that ends keeps it until its jobs have their checkpoints.
 _LOCK_WAIT_S = 30.0
 _POLL_S = 0.2
-# Of what a node has fetched by a URL, or written for it; what was used longest ago makes room.
+# Size of a node's cache of files that come and go by a URL; the least recently used are evicted.
 _CACHE_BYTES = 10 * 10**9
 
 
 class Front:
-    """One server of a cluster; belongs to one event loop."""
+    """One server of a cluster. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -59,9 +58,18 @@ class Front:
         settings: Mapping[str, Any] | None = None,
         checks: NodeChecks | None = None,
     ) -> None:
-        """placement, settings: see `make_placement`, with its ValueError. checks: of nodes
-        (default: that they have the settings of `node_settings`; those that have others are not
-        used).
+        """Prepare a front.
+
+        Args:
+            config: Options of the server.
+            find_nodes: Finds the nodes of the cluster.
+            placement: Name of the placement.
+            settings: Settings of the placement.
+            checks: Checks of nodes (default: that they have the settings of `node_settings`; others
+                are not used).
+
+        Raises:
+            ValueError: There is no such placement, or it has no such setting.
         """
         self.config = config
         self._checks = checks or NodeChecks(node_settings(config))
@@ -76,8 +84,10 @@ class Front:
         self._context: ServerContext | None = None
 
     async def prepare(self) -> None:
-        """Read all that needs no home: of the model, and of what it was started with. Errors as of
-        `start`.
+        """Read all that needs no home: of the model, and of the server's options.
+
+        Raises:
+            CoserveError: As in `start`.
         """
         self._open.enter_context(private_files())
         try:
@@ -89,12 +99,14 @@ class Front:
             raise
 
     async def start(self, wait_s: float = _LOCK_WAIT_S) -> FastAPI:
-        """The application; it answers from now on, and is ready as soon as a node is. wait_s: for
-        the home.
+        """Return the application, which answers from now on and is ready as soon as a node is.
+
+        Args:
+            wait_s: Seconds to wait for the home.
 
         Raises:
-            CoserveError: the home is another's, the store cannot be opened, or there is no such
-                model.
+            CoserveError: The home is another server's, the store cannot be opened, or there is no
+                such model.
         """
         if self._context is None:
             await self.prepare()
@@ -121,8 +133,8 @@ class Front:
             self._context.keys.reload()
 
     async def finish(self, wait_s: float) -> None:
-        """Take no new requests, and let those that are open come to their ends, within this time;
-        by the last one that was said.
+        """Refuse new requests, and wait for open ones for `wait_s`; if called again, for the later
+        call's time.
         """
         clock = asyncio.get_running_loop().time
         self._finish_s = clock() + wait_s
@@ -133,8 +145,8 @@ class Front:
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """Let jobs have their checkpoints, and give the home back; once, however often it is asked
-        for.
+        """Have jobs write their checkpoints, and release the home; done once, however often it is
+        called.
         """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
@@ -149,7 +161,7 @@ class Front:
         await self._close()
 
     async def _close(self) -> None:
-        """What was opened; the home last."""
+        """Close what was opened, the home last."""
         self._checks.end()
         if (context := self._context) is not None:
             self._context = None
@@ -157,7 +169,7 @@ class Front:
         self._open.close()
 
     async def _lock(self, wait_s: float) -> None:
-        """The home's; another front may be just about to end."""
+        """Lock the home; another front may be just about to release it."""
         directory, left_s = self.config.directory, wait_s
         while True:
             try:
@@ -175,18 +187,18 @@ def _shared(config: ServerConfig) -> SharedFiles:
 
 
 def _weights(config: ServerConfig) -> TokenWeights | None:
-    """What tokens cost tenants, where the engines' policy shares out requests among these."""
+    """Return what tokens cost tenants where the engines' policy shares out requests among these."""
     policy = make_policy(config.engine.policy, config.engine.policy_settings)
     return policy.token_weights if policy.is_fair else None
 
 
 def node_settings(config: ServerConfig) -> NodeSettings:
-    """What every node of a server is to be. Blocks."""
-    # Requests are placed by the nodes' profiles, which therefore are measured first.
+    """Return the settings of every node of a server. Blocks."""
+    # Placements need the nodes' profiles, which therefore are measured before a node is ready.
     engine = replace(engine_settings(config), files_cache_bytes=_CACHE_BYTES, measures_first=True)
     try:
         digest = sampled_digest(files) if (files := model_files(config.model)) else ""
-    except OSError:  # it may be elsewhere on nodes
+    except OSError:  # nodes may have the model elsewhere
         digest = ""
     return NodeSettings(
         engine=engine,
@@ -197,7 +209,11 @@ def node_settings(config: ServerConfig) -> NodeSettings:
 
 
 def check_config(config: ServerConfig) -> None:
-    """CoserveError for options that are of one device's server alone."""
+    """Check the options of a cluster's server.
+
+    Raises:
+        CoserveError: An option belongs to the server of one device alone, or cannot be used here.
+    """
     for name, option in _OF_ONE_DEVICE.items():
         if getattr(config, name) != getattr(ServerConfig(), name):
             raise CoserveError(

@@ -1,9 +1,9 @@
 """The engines of many nodes as a server sees one: each request and job is placed on a node, and
-what comes of it is told as if there were no others.
+what comes of it is reported as if there were no others.
 
-A node that dies takes its requests with it (see `ClusterRequests`). Its jobs are told to have been
-lost, and the jobs' manager starts each again from its newest checkpoint, on whichever node is
-chosen then. What a node says of a job that is another's by now is dropped.
+A node that dies takes its requests with it (`ClusterRequests`). Its jobs are reported as lost, and
+the jobs' manager starts each again from its newest checkpoint, on whichever node is chosen then.
+Reports of a node about a job that is another node's by now are dropped.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from coserve.cluster.nodes.checks import NodeChecks
 from coserve.cluster.nodes.joins import NodeJoins
 from coserve.cluster.nodes.profiler import profile_of
 from coserve.cluster.nodes.registry import ClusterNode, FindNodes, NodeRegistry
-from coserve.cluster.nodes.tracker import NodeTracker, Totals, how_unlike, joined_ready
+from coserve.cluster.nodes.tracker import NodeTracker, Totals, difference_from, joined_ready
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.view import ClusterView
 from coserve.engine.commands import AdapterRef, AddRequest, JobStart
@@ -38,15 +38,17 @@ from coserve.protocol.messages import Ready, StepReport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# How often nodes that have joined are looked for, and the others are asked how they are.
+# Interval at which the front looks for nodes that have joined, and asks others for their status.
 _LOOK_S = 1.0
 _ENDS = ("succeeded", "failed", "cancelled")
-# Checkpoints at the end, as for a single engine.
+# Time for checkpoints at the end, as for a single engine.
 _SHUTDOWN_S = 20.0
 
 
 class ClusterLink:
-    """Belongs to one event loop. Implements `coserve.engine_client.access.EngineAccess`."""
+    """The server's link to all engines. Belongs to one event loop; implements
+    `coserve.engine_client.access.EngineAccess`.
+    """
 
     def __init__(
         self,
@@ -56,8 +58,14 @@ class ClusterLink:
         shared: SharedFiles | None = None,
         checks: NodeChecks | None = None,
     ) -> None:
-        """home: where κ and T_max of kinds of nodes are kept; None: nowhere. shared: see
-        `ShardedJobs`. checks: of nodes, before they are used (default: that all are alike).
+        """Begin without nodes.
+
+        Args:
+            find: Finds the nodes of the cluster.
+            scheduler: The cluster's queue.
+            home: Where κ and T_max of kinds of nodes are kept; None: nowhere.
+            shared: Where contributions of jobs lie: `ShardedJobs`.
+            checks: Checks of nodes before they are used (default: that all are alike).
         """
         self._home, self._checks, self._scheduler = home, checks or NodeChecks(), scheduler
         self._nodes = NodeRegistry(find, self, self._checks)
@@ -84,26 +92,22 @@ class ClusterLink:
 
     @property
     def start_progress(self) -> None:
-        """NodeRegistry start one by one, and `coserve cluster status` has what each does."""
+        """No progress of a start: nodes start one by one; `coserve cluster status` shows each."""
         return
 
     @property
     def ready(self) -> Ready | None:
-        """See `EngineAccess`."""
         return self._ready
 
     @property
     def num_open(self) -> int:
-        """See `EngineAccess`."""
         return len(self._requests)
 
     @property
     def is_silent(self) -> bool:
-        """See `EngineAccess`."""
         return all(node.link.is_silent for node in self._nodes.used())
 
     def require_ready(self) -> Ready:
-        """See `EngineAccess`."""
         if self._closing:
             raise EngineGoneError("the server is shutting down; ask another, or later")
         if self._ready is None:
@@ -116,24 +120,22 @@ class ClusterLink:
         return self._ready
 
     def require_alive(self) -> None:
-        """See `EngineAccess`."""
         self.require_ready()
         if self.is_silent:
             raise EngineGoneError("no node has answered for some seconds")
 
     def listen(self, listener: EngineListener) -> None:
-        """See `EngineAccess`."""
         self._listeners.append(listener)
         if self._ready is not None:
             listener.engine_ready(self._ready)
 
     @property
     def view(self) -> ClusterView:
-        """As placements see the cluster now."""
+        """The cluster as placements see it now."""
         return self._scheduler.view(time.monotonic())
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every node, what it does, and for how many requests and jobs."""
+        """Return the state of every node, with its number of requests and its jobs."""
         return [
             node.describe(
                 num_requests=self._requests.num_on(node),
@@ -143,9 +145,11 @@ class ClusterLink:
         ]
 
     async def drain(self, *names: str) -> None:
-        """NodeRegistry are to leave: they get nothing more, their jobs continue on others, and their
-        requests come to their ends. Returns when the jobs have gone. ClusterError if one is not
-        there: then none drains.
+        """Drain nodes that are to leave: they get nothing more, their jobs continue on others, and
+        their requests come to their ends. Returns when the jobs have gone.
+
+        Raises:
+            ClusterError: A node does not exist; then none drains.
         """
         nodes = {each.name: each for each in self._nodes.all()}
         if unknown := [name for name in names if name not in nodes]:
@@ -153,7 +157,7 @@ class ClusterLink:
                 f"there is no node {unknown[0]!r}; there are {', '.join(nodes) or 'none'}"
             )
         leaving = [nodes[name] for name in names]
-        for node in leaving:  # all of them, before a job of one could move to the next
+        for node in leaving:  # all first, so that no job moves from one to the next
             node.drain()
             if node.tracker is not None:
                 self._view(node)
@@ -161,12 +165,11 @@ class ClusterLink:
 
     @property
     def waiting(self) -> list[str]:
-        """Requests and jobs that have no node yet."""
+        """Ids of requests and jobs that have no node yet."""
         return self._requests.waiting + [self._sharded.job_of(id) for id in self._jobs.on(None)]
 
     @property
     def num_nodes(self) -> int:
-        """See `EngineAccess`."""
         return len(self._nodes_for_jobs())
 
     def _nodes_for_jobs(self) -> list[ClusterNode]:
@@ -175,7 +178,6 @@ class ClusterLink:
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """See `EngineAccess`."""
         while not self._closing:
             await self._nodes.look()
             self._look_at_idle()
@@ -183,7 +185,6 @@ class ClusterLink:
                 await asyncio.wait_for(self._ended.wait(), _LOOK_S)
 
     async def stop(self) -> None:
-        """See `EngineAccess`."""
         self.close_to_requests()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._sharded.checkpoint_all(), _SHUTDOWN_S)
@@ -195,29 +196,27 @@ class ClusterLink:
         await self._nodes.close()
 
     def close_to_requests(self) -> None:
-        """See `EngineAccess`."""
         self._closing = True
         self._ended.set()
 
     def fail_open_requests(self, reason: str) -> None:
-        """See `EngineAccess`."""
         self._requests.fail_all(reason)
 
     # -- nodes (see `NodesOwner`) -------------------------------------------------------
 
     def node_ready(self, node: ClusterNode, ready: Ready) -> None:
-        """A node's engine takes commands."""
+        """Check a node whose engine takes commands, and prepare it to be used."""
         self._unlike.pop(node, None)
         if not self._refuses(node, ready):
             self._node_joins.admit(node, lambda: self._use(node, ready))
 
     def _refuses(self, node: ClusterNode, ready: Ready) -> bool:
-        """Because of what its engine is. One that the others are not like is looked at again when
-        those are gone.
+        """Return whether a node's engine cannot be used. One that differs from the others is looked
+        at again when those are gone.
         """
-        if (wrong := self._checks.wrong_engine(ready)) is not None:
-            self._nodes.refuse(node, wrong)
-        elif (unlike := how_unlike(ready, self._readies())) is not None:
+        if (mismatch := self._checks.engine_mismatch(ready)) is not None:
+            self._nodes.refuse(node, mismatch)
+        elif (unlike := difference_from(ready, self._readies())) is not None:
             self._unlike[node] = ready
             self._nodes.refuse(node, unlike)
         else:
@@ -225,7 +224,7 @@ class ClusterLink:
         return True
 
     def _use(self, node: ClusterNode, ready: Ready) -> None:
-        if self._refuses(node, ready):  # another one was sooner
+        if self._refuses(node, ready):  # another node has joined first
             return
         node.tracker = NodeTracker(node.name, ready, profile_of(ready, self._home))
         self._nodes.engine_used(node)
@@ -238,7 +237,7 @@ class ClusterLink:
         self._sharded.grow()
 
     def node_gone(self, node: ClusterNode) -> None:
-        """A node's engine has died, or the node."""
+        """Handle the death of a node's engine, or of the node."""
         lost, node.lost = node.lost, []
         self._node_joins.gone(node)
         self._unlike.pop(node, None)
@@ -261,7 +260,7 @@ class ClusterLink:
                 self.node_ready(other, ready)
 
     def _lose_jobs(self, jobs: frozenset[str], at_death: tuple[str, ...] | None = ()) -> None:
-        """No node has these any more: they are started again. at_death: see
+        """Have jobs that no node has any more started again. at_death:
         `EngineAccess.jobs_at_death`.
         """
         self.jobs_lost, self.jobs_at_death = jobs, at_death
@@ -286,7 +285,9 @@ class ClusterLink:
         }
 
     def _look_at_idle(self) -> None:
-        """An engine without work tells nothing, while what it did of late becomes less."""
+        """Update the views of nodes without work: their engines report nothing, while their recent
+        utilisation falls.
+        """
         for node in self._nodes.used():
             if not self._scheduler.num_tasks(node.name):
                 self._view(node)
@@ -301,7 +302,7 @@ class ClusterLink:
     # -- what nodes report ------------------------------------------------------------
 
     def node_reported(self, node: ClusterNode, report: StepReport) -> None:
-        """What came of steps on one of them."""
+        """Take in a node's report, and pass it on as of whole jobs."""
         if node.tracker is None:
             return
         node.tracker.take(report, time.monotonic())
@@ -314,8 +315,9 @@ class ClusterLink:
             if each.kind in _ENDS and self._jobs.is_on(each.job, node)
         ]
         report = self._of_jobs(report, node)
-        for news in (*report.job_events, *report.checkpoints):
-            self._jobs.reported(news)
+        news: list[JobReport] = [*report.job_events, *report.checkpoints]
+        for job_report in news:
+            self._jobs.reported(job_report)
         for end in ended:
             self._jobs.ended(end)
         if report.stats is not None:
@@ -329,24 +331,19 @@ class ClusterLink:
             self._place()
 
     def _of_jobs(self, report: StepReport, node: ClusterNode) -> StepReport:
-        """With what it says of jobs that the node has, as of whole jobs."""
+        """Return a report with what it says of jobs that the node has, as of whole jobs."""
         steps = [each for each in report.job_events if each.kind not in _ENDS]
         ends = [each for each in report.job_events if each.kind in _ENDS]
-        said: list[JobReport] = [
-            *steps,
-            *report.checkpoints,
-            *ends,
-        ]  # its last checkpoint is told before a job's end
-        told = [
-            each
-            for one in said
-            if self._jobs.is_on(one.job, node)
-            for each in self._sharded.take(one)
-        ]
+        # A job's last checkpoint is reported before its end.
+        reports: list[JobReport] = [*steps, *report.checkpoints, *ends]
+        whole_reports: list[JobReport] = []
+        for job_report in reports:
+            if self._jobs.is_on(job_report.job, node):
+                whole_reports += self._sharded.take(job_report)
         return replace(
             report,
-            job_events=[each for each in told if isinstance(each, JobEvent)],
-            checkpoints=[each for each in told if not isinstance(each, JobEvent)],
+            job_events=[each for each in whole_reports if isinstance(each, JobEvent)],
+            checkpoints=[each for each in whole_reports if not isinstance(each, JobEvent)],
             contributions=[],
         )
 
@@ -358,7 +355,6 @@ class ClusterLink:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         shown_tokens: tuple[str, ...] = (),
     ) -> RequestStream:
-        """See `EngineAccess`."""
         self.require_ready()
         stream = RequestStream(requests, tokenizer, shown_tokens)
         self._requests.open(stream, self._ready)
@@ -366,16 +362,14 @@ class ClusterLink:
         return stream
 
     def close(self, stream: RequestStream) -> None:
-        """See `EngineAccess`."""
         for request in stream.requests:
             self._requests.drop(request.id)
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """See `EngineAccess`."""
         self._requests.use_vocabulary(pieces, special)
 
     def _place(self) -> None:
-        """Send what has a node now; ask again soon for what has not."""
+        """Send what can be placed now; try again soon with the rest."""
         self._requests.follow_jobs(self._ready)
         for task, placed in self._scheduler.place(time.monotonic()):
             node = self._nodes.find(placed.node)
@@ -391,36 +385,37 @@ class ClusterLink:
     # -- adapters -------------------------------------------------------------------
 
     async def load_adapter(self, adapter: AdapterRef) -> None:
-        """On every node, or, if one cannot read it, on none: AdapterError names that."""
+        """Load an adapter on every node, or, if one cannot read it, on none.
+
+        Raises:
+            AdapterError: A node cannot read the adapter; the message names the node.
+        """
         self.require_ready()
         await self._adapters.load(adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        """On every node."""
+        """Unload an adapter from every node."""
         self.require_ready()
         await self._adapters.unload(name)
 
     # -- jobs (see `JobEngine`) -------------------------------------------------------
 
     async def start_job(self, job: JobStart) -> None:
-        """See `JobEngine`; one that must wait for a node has been taken, too."""
+        """Start a job; one that has to wait for a node counts as started, too."""
         self.require_ready()
         await self._sharded.start_job(job)
 
     async def pause_job(self, job: str) -> None:
-        """See `JobEngine`."""
         await self._sharded.pause_job(job)
 
     async def resume_job(self, job: str) -> None:
-        """See `JobEngine`."""
         await self._sharded.resume_job(job)
 
     async def cancel_job(self, job: str) -> None:
-        """See `JobEngine`."""
         await self._sharded.cancel_job(job)
 
     def _tell_job(self, report: JobReport) -> None:
-        """What is known of a job beside its node's reports."""
+        """Pass on what is known of a job beside its node's reports."""
         events = [each for each in self._sharded.take(report) if isinstance(each, JobEvent)]
         for listener in self._listeners:
             listener.engine_reported(StepReport(job_events=events))

@@ -1,7 +1,8 @@
-"""What Ray Serve's HTTP servers say of a front that has died, in place of 500 and no more.
+"""Middleware of Ray Serve's HTTP servers: a request whose front has died gets an error that says
+so, in place of a bare 500.
 
-They import this by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH (see `coserve.cluster.ray.machine`), in processes of
-their own.
+The servers import this, in processes of their own, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+(`coserve.cluster.ray.machine`).
 """
 
 from starlette.middleware import Middleware
@@ -12,8 +13,8 @@ from coserve.server.http.responses import json_response
 
 
 class LostFrontMiddleware:
-    """Between an HTTP server and the front: a request whose front dies before it has begun to
-    answer gets an error that says so. An ASGI application.
+    """An ASGI application between an HTTP server and the front, which answers requests whose front
+    dies before it has begun to answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -38,11 +39,11 @@ class LostFrontMiddleware:
 
 
 def http_middlewares() -> list[Middleware]:
-    """The callback."""
+    """Return the middlewares; the callback that Ray Serve imports."""
     return [Middleware(LostFrontMiddleware)]
 
 
 async def refuse(message: str, scope: Scope, receive: Receive, send: Send) -> None:
-    """503, to be tried again."""
+    """Answer with 503, which clients try again."""
     error = ApiError(message, status=503)
     await json_response(error.body(), error.status, {"Retry-After": "1"})(scope, receive, send)

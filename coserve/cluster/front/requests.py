@@ -1,9 +1,9 @@
 """Requests of a cluster: each waits for a node, and is sent to the one that it is placed on; those
 of a node that is lost are placed again.
 
-One that has no token yet can be placed again, since nobody can tell; one that has ends with an
-error that says so. What only a job has, on its node, is asked there: requests that wait follow the
-job when it moves.
+A request without a token can be placed again unnoticed; one that has tokens ends with an error that
+says so. What only a job has, on its node, is served there: requests that wait for it follow the job
+when it moves.
 """
 
 import time
@@ -24,32 +24,38 @@ from coserve.engine_client.streams import RequestStream
 from coserve.errors import EngineGoneError
 from coserve.protocol.messages import Ready
 
-# NodeRegistry that may die of a request before it is given up: it may be what they die of.
-_MOST_TRIES = 3
+# A request is given up when this many nodes have died: they may have died of it.
+_MAX_TRIES = 3
 
 
 @dataclass(kw_only=True, eq=False)
 class _Request:
-    """One that is not over. num_open: sequences. node: None while it waits for one."""
+    """A request that is not over."""
 
     request: AddRequest
+    """Request as it is sent to a node."""
     stream: RequestStream
+    """Where its chunks go."""
     num_open: int
+    """Number of its sequences that are not over."""
     num_tokens: int = 0
+    """Number of tokens that it has got."""
     num_tries: int = 0
+    """Number of nodes that were lost with it."""
     node: ClusterNode | None = None
+    """Its node; None while it waits for one."""
 
 
 class ClusterRequests:
-    """Those that are not over, by id. `ready`: what the engines say of themselves, None while none
-    does.
+    """Requests that are not over, by id. In methods, `ready` is what the engines report of
+    themselves; None while there is none.
     """
 
     def __init__(self, scheduler: ClusterScheduler, jobs: PlacedJobs, nodes: NodeRegistry) -> None:
         self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
         self._requests: dict[str, _Request] = {}
         self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
-        # Those that wait for what only a job has, and where they cannot go for it.
+        # Requests that wait for what only a job has, and the nodes that do not have it.
         self._following: dict[str, frozenset[str]] = {}
 
     def __len__(self) -> int:
@@ -59,132 +65,138 @@ class ClusterRequests:
         return id in self._requests
 
     def num_on(self, node: ClusterNode) -> int:
-        """How many are on a node."""
-        return sum(each.node is node for each in self._requests.values())
+        """Return the number of requests on a node."""
+        return sum(entry.node is node for entry in self._requests.values())
 
     @property
     def waiting(self) -> list[str]:
-        """Those that have no node yet."""
-        return [id for id, each in self._requests.items() if each.node is None]
+        """Ids of requests that have no node yet."""
+        return [id for id, entry in self._requests.items() if entry.node is None]
 
     def open(self, stream: RequestStream, ready: Ready | None) -> None:
         """Have a stream's requests placed."""
         for request in stream.for_engine():
-            found = _Request(request=request, stream=stream, num_open=request.params.n)
-            self._requests[request.id] = found
-            self._submit(found, ready)
+            entry = _Request(request=request, stream=stream, num_open=request.params.n)
+            self._requests[request.id] = entry
+            self._submit(entry, ready)
 
     def drop(self, id: str) -> None:
-        """It is over, or not wanted any more."""
-        found = self._requests.pop(id, None)
-        if found is None:
+        """Drop a request that is over, or not wanted any more."""
+        entry = self._requests.pop(id, None)
+        if entry is None:
             return
         self._following.pop(id, None)
         if not self._scheduler.withdraw(id):
             self._scheduler.finish(id)
-        if found.node is not None and found.num_open:
-            found.node.link.cancel(id)
+        if entry.node is not None and entry.num_open:
+            entry.node.link.cancel(id)
 
     def fail_all(self, reason: str) -> None:
-        """End each with an error."""
-        for id, found in list(self._requests.items()):
+        """End all requests with an error."""
+        for id, entry in list(self._requests.items()):
             self.drop(id)
-            found.stream.fail(EngineGoneError(reason))
+            entry.stream.fail(EngineGoneError(reason))
 
     def use_vocabulary(self, pieces: Sequence[bytes], special: Sequence[int]) -> None:
-        """See `EngineAccess`."""
+        """Keep what tokens stand for, for nodes that get requests with grammars."""
         self._vocabulary = pieces, special
 
     def placed(self, task: ClusterTask, node: ClusterNode) -> None:
-        """Send it there."""
-        found = self._requests[task.id]
-        found.node = node
+        """Send a request to its node."""
+        entry = self._requests[task.id]
+        entry.node = node
         self._following.pop(task.id, None)
-        if found.request.params.grammar is not None and self._vocabulary is not None:
+        if entry.request.params.grammar is not None and self._vocabulary is not None:
             node.link.use_vocabulary(*self._vocabulary)
         if node.tracker is not None:
             node.tracker.prefixes.use(task.prefix)
-            if found.request.adapter is not None:
-                node.tracker.adapters.add(found.request.adapter.name)
-        node.link.send(found.request, found.stream)
+            if entry.request.adapter is not None:
+                node.tracker.adapters.add(entry.request.adapter.name)
+        node.link.send(entry.request, entry.stream)
 
     def follow_jobs(self, ready: Ready | None) -> None:
-        """Those that wait for what only a job has wait for the node where the job is now; to be
+        """Have requests for what only a job has wait for the node where the job is now; to be
         called before tasks are placed.
         """
         for id, excluded in list(self._following.items()):
-            found = self._requests[id]
-            assert found.request.adapter is not None
-            makers = self._jobs.nodes_training(found.request.adapter.name)
-            if makers is None or self._others(makers) != excluded:
+            entry = self._requests[id]
+            assert entry.request.adapter is not None
+            trainers = self._jobs.nodes_training(entry.request.adapter.name)
+            if trainers is None or self._others(trainers) != excluded:
                 self._scheduler.withdraw(id)
                 del self._following[id]
-                self._submit(found, ready)
+                self._submit(entry, ready)
 
     def take(self, chunks: Iterable[Chunk]) -> bool:
-        """What a node's steps made of requests; whether one waits there no more: it has its first
-        token, or has ended without one.
+        """Take in chunks of a node's steps, and return whether a request waits there no more: it
+        has its first token, or has ended without one.
         """
         makes_room = False
         for chunk in chunks:
-            if (found := self._requests.get(chunk.request)) is None:
+            if (entry := self._requests.get(chunk.request)) is None:
                 continue
-            if chunk.tokens and not found.num_tokens:
+            if chunk.tokens and not entry.num_tokens:
                 self._scheduler.begin(chunk.request, time.monotonic())
                 makes_room = True
-            found.num_tokens += len(chunk.tokens)
-            self._scheduler.answered(found.request.tenant, len(chunk.tokens))
-            found.num_open -= chunk.finish_reason is not None
-            if not found.num_open:
+            entry.num_tokens += len(chunk.tokens)
+            self._scheduler.answered(entry.request.tenant, len(chunk.tokens))
+            entry.num_open -= chunk.finish_reason is not None
+            if not entry.num_open:
                 self.drop(chunk.request)
-                makes_room |= not found.num_tokens
+                makes_room |= not entry.num_tokens
         return makes_room
 
     def lost(self, id: str, node: ClusterNode, ready: Ready | None, *, is_closing: bool) -> None:
-        """A request was lost with its node."""
-        found = self._requests.get(id)
-        if found is None:
+        """Place a request again whose node was lost, or end it with an error."""
+        entry = self._requests.get(id)
+        if entry is None:
             return
-        found.num_tries += 1
-        if found.num_tokens:
-            reason = f"the node {node.name} was lost after {found.num_tokens} tokens of this answer; ask again"
-        elif found.request.batch_due_s is not None:  # its batch counts the deaths
+        entry.num_tries += 1
+        if entry.num_tokens:
+            reason = (
+                f"the node {node.name} was lost after {entry.num_tokens} tokens of this answer; "
+                "ask again"
+            )
+        elif entry.request.batch_due_s is not None:  # its batch counts the deaths
             reason = f"the node {node.name} was lost before this request had a token"
-        elif found.num_tries >= _MOST_TRIES:
-            reason = f"{found.num_tries} nodes were lost, one after the other, before this request had a token"
+        elif entry.num_tries >= _MAX_TRIES:
+            reason = (
+                f"{entry.num_tries} nodes were lost, one after the other, "
+                "before this request had a token"
+            )
         elif is_closing:
             reason = "the server is shutting down"
         else:
-            found.node = None
-            self._submit(found, ready)
+            entry.node = None
+            self._submit(entry, ready)
             return
         self._fail(id, reason)
 
     def _fail(self, id: str, reason: str) -> None:
-        """One that is on no node."""
-        found = self._requests[id]
-        found.node = None
+        """End a request that is on no node with an error."""
+        entry = self._requests[id]
+        entry.node = None
         self.drop(id)
-        found.stream.fail(EngineGoneError(reason))
+        entry.stream.fail(EngineGoneError(reason))
 
-    def _submit(self, found: _Request, ready: Ready | None) -> None:
-        """Have it placed."""
-        excluded, adapter = frozenset[str](), found.request.adapter
+    def _submit(self, entry: _Request, ready: Ready | None) -> None:
+        """Queue a request for a node."""
+        excluded, adapter = frozenset[str](), entry.request.adapter
         if adapter is not None and adapter.directory is None:
-            if (makers := self._jobs.nodes_training(adapter.name)) is not None:
-                excluded = self._following[found.request.id] = self._others(makers)
+            if (trainers := self._jobs.nodes_training(adapter.name)) is not None:
+                excluded = self._following[entry.request.id] = self._others(trainers)
             elif (trained := self._jobs.trained(adapter.name)) is not None:
-                found.request = replace(found.request, adapter=trained)
+                entry.request = replace(entry.request, adapter=trained)
             else:
                 reason = f"the job that makes {adapter.name} begins anew, or is over; ask again"
-                self._fail(found.request.id, reason)
+                self._fail(entry.request.id, reason)
                 return
-        request = found.request
+        request = entry.request
         prefix: tuple[bytes, ...] = ()
         if ready is not None and self._scheduler.placement.uses_prefixes:
             prefix = prefix_keys(request, ready.block_tokens)
         self._scheduler.submit(task_of_request(request, prefix=prefix, excluded=excluded))
 
-    def _others(self, makers: Collection[ClusterNode]) -> frozenset[str]:
-        """NodeRegistry that do not have what only the job that makes it has, on its node."""
-        return frozenset(node.name for node in self._nodes.all() if node not in makers)
+    def _others(self, trainers: Collection[ClusterNode]) -> frozenset[str]:
+        """Return the names of nodes that do not have what a job has on its nodes."""
+        return frozenset(node.name for node in self._nodes.all() if node not in trainers)

@@ -1,4 +1,4 @@
-"""GET /v1/cluster: the nodes, what each does, and who waits. For operators."""
+"""GET /v1/cluster: the nodes, their work, and what waits. For operators."""
 
 from typing import cast
 
@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.get("/v1/cluster")
 async def cluster(engine: EnginePart, models: ModelsPart, is_operator: IsOperator) -> Response:
-    """Of all tenants, and so for operators alone."""
+    """Return the state of the cluster: of all tenants, and so for operators alone."""
     if not is_operator:
         raise ApiError("Only operators may see the cluster: ask with the key of one.", status=403)
     link = cast(ClusterLink, engine)

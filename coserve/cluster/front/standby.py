@@ -1,5 +1,5 @@
-"""Fronts of which one answers: whichever has the home. The others stand by, with what they read of
-the model, and one of them takes over when that one's process ends.
+"""Fronts of which one answers: whichever has the home. The others stand by, with the model's files
+read, and one of them takes over when that one's process ends.
 
 More than one cannot answer: the placement's queue, tenants' limits and jobs are in one place, so
 that all requests see the same nodes, wait in the same order and are held to the same limits.
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 class StandbyFront:
-    """A front that answers as soon as it has the home. Belongs to one event loop; an ASGI
-    application.
+    """A front that answers as soon as it has the home: an ASGI application. Belongs to one event
+    loop.
     """
 
     def __init__(self, front: Front) -> None:
@@ -32,15 +32,18 @@ class StandbyFront:
 
     @property
     def stats(self) -> dict[str, bool]:
-        """What it says of itself."""
+        """Routing stats of this front."""
         return {ANSWERS: self._app is not None}
 
     async def begin(self, *, others: bool) -> None:
-        """Answer from now on. others: there are other fronts; then this returns at once, if one of
-        them has the home.
+        """Answer as soon as the home is free.
+
+        Args:
+            others: Whether there are other fronts; then this returns at once, even if one of them
+                has the home.
 
         Raises:
-            CoserveError: see `Front.start`.
+            CoserveError: As in `Front.start`.
         """
         if not others:
             self._app = await self.front.start()
@@ -53,12 +56,12 @@ class StandbyFront:
         _log.warning("this front answers from now on")
 
     def check(self) -> None:
-        """CoserveError if it cannot answer, though it has the home."""
+        """Raise CoserveError if this front cannot answer though it has the home."""
         if self._taking_over is not None and self._taking_over.done() and not self._is_ending:
             self._taking_over.result()
 
     async def stop(self) -> None:
-        """See `Front.stop`."""
+        """Stop the front: `Front.stop`."""
         self._is_ending = True
         if self._taking_over is not None:
             self._taking_over.cancel()
@@ -67,8 +70,8 @@ class StandbyFront:
         await self.front.stop()
 
     async def end(self, wait_s: float) -> None:
-        """Like `stop`, when open requests are over, or after this time; new ones are refused. To be
-        asked of all fronts at once, or another one takes over. Asked again, it is by the last time.
+        """Refuse new requests, wait for open ones for `wait_s`, and stop; if called again, the
+        later call's time counts. To be called on all fronts at once, or another one takes over.
         """
         if self._app is not None:
             self._is_ending = True

@@ -1,9 +1,9 @@
-"""Whose weights the nodes of a cluster serve: the model's own, or what full fine-tuning makes of
-them.
+"""Weights that the nodes of a cluster serve: the model's own, or those that full fine-tuning makes.
 
 There is one copy of the weights on each node, which a job trains where it serves. So such a job is
 divided among all nodes; and a node whose engine starts when the job is over, with the model's own
-weights, is used beside the others only when it has taken in what the job has made (`newcomers.py`).
+weights, is used beside the others only when it has loaded what the job has made
+(`coserve.cluster.nodes.joins`).
 """
 
 from dataclasses import replace
@@ -13,14 +13,16 @@ from coserve.tuning.shard import DataParallel
 
 
 class ChangedWeights:
-    """Of a cluster, since its engines are those of this front."""
+    """The job that has changed the weights that a cluster serves, since its engines belong to this
+    front.
+    """
 
     def __init__(self) -> None:
         self._by: JobStart | None = None
         self._is_over = False
 
     def asked(self, job: JobStart) -> DataParallel | None:
-        """How a job is divided; None: not at all."""
+        """Return how a job is divided among nodes; None: it runs on one."""
         if job.changes_model:
             return job.data_parallel or DataParallel()
         return (
@@ -30,27 +32,32 @@ class ChangedWeights:
         )
 
     def number(self, job: JobStart, asked: DataParallel, num_nodes: int) -> int:
-        """Among how many of as many nodes."""
+        """Return among how many of the available nodes a job is divided."""
         return max(1, num_nodes if job.changes_model else min(asked.num_nodes, num_nodes))
 
     def begin(self, job: JobStart) -> None:
-        """It is started, or started again; engines of nodes may have what it makes from now on."""
+        """Note that a job starts or restarts; from now on engines may have its weights."""
         if job.changes_model:
             self._by, self._is_over = job, False
 
     def keep(self, job: JobStart, directory: str | None) -> None:
-        """It has succeeded: what it has made is served, and lies there."""
+        """Note that a job has succeeded: the cluster serves its weights, which lie in this
+        directory.
+        """
         if self._is_by(job):
             self._by, self._is_over = replace(job, checkpoint=directory), True
 
     def undo(self, job: JobStart) -> None:
-        """It has ended otherwise: nodes that had a part of it are given fresh engines."""
+        """Note that a job has ended otherwise: nodes that had a part in it get fresh engines."""
         if self._is_by(job):
             self._by = None
 
     def changed_by(self, *, has_others: bool) -> JobStart | None:
-        """The job whose weights, in its checkpoint, an engine that has just started is to take in;
-        None: none, it is as the others are. has_others: of the cluster's engines, some are in use.
+        """Return the job whose weights, in its checkpoint, an engine that has just started has to
+        load; None if the others serve the model's own.
+
+        Args:
+            has_others: Whether other engines of the cluster are in use.
         """
         if not has_others:
             self._by = None if self._is_over else self._by

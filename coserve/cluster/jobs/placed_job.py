@@ -30,6 +30,7 @@ class ChangeRequested:
     """The caller wants the job to run, rest, end, or move away from its node."""
 
     desired: DesiredState | Literal["move"]
+    """State in which the caller wants the job."""
     keeps: bool = True
     """Whether a job that ends leaves a checkpoint."""
 
@@ -39,6 +40,7 @@ class NodeAssigned:
     """The job has a node, which has not been sent the job yet."""
 
     node: ClusterNode
+    """The job's node."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class PlacedJob:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a checkpoint has all reported steps."""
+        """True if a checkpoint has all reported steps."""
         return self.step <= self.checkpoint_step
 
 

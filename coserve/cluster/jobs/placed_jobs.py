@@ -40,10 +40,11 @@ class _Job:
     """A job that was started, and what this process does for it."""
 
     state: PlacedJob
-    # Task that sends the job to a node that was assigned later.
+    """The job itself."""
     late_start: "asyncio.Task[None] | None" = None
-    # Held by whoever changes the job.
+    """Task that sends the job to the node that it was assigned last."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever changes the job."""
 
     @property
     def id(self) -> str:
@@ -105,7 +106,7 @@ class PlacedJobs:
         return {job.sent_to for job in jobs if job.sent_to is not None} if jobs else None
 
     def trained(self, adapter: str) -> AdapterRef | None:
-        """Return where the adapter of a job lies that has succeeded of late; None: there is none."""
+        """Return the adapter of a job that has succeeded lately; None: there is none."""
         return self._trained.get(adapter)
 
     # -- requests -------------------------------------------------------------------

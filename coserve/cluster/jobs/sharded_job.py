@@ -33,6 +33,7 @@ class Report:
     """Report this of the whole job."""
 
     report: JobReport
+    """An event or a checkpoint of the whole job."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Combine:
     """Have a shard take in contributions."""
 
     shard: int
+    """Number of the shard."""
     combination: Combination
+    """Contributions that the shard takes in."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Discard:
     """Remove the directories of contributions that no node reads any more."""
 
     directories: tuple[str, ...]
+    """Paths of the directories."""
 
 
 # What takes time, and is waited for.
@@ -82,7 +86,9 @@ class ShardReported:
     """A shard's node has reported something of it."""
 
     shard: int
+    """Number of the shard."""
     report: JobReport
+    """An event or a checkpoint of the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +96,9 @@ class ShardContributed:
     """A shard's node has written what the others are to have."""
 
     shard: int
+    """Number of the shard."""
     contributed: Contributed
+    """What the node has written, and where."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +203,7 @@ class ShardedJob:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a report waits until all nodes have come as far."""
+        """True while a report waits until all nodes have come as far."""
         return bool(self.held)
 
 

@@ -53,12 +53,13 @@ class _Job:
     """A divided job, and what this process does for it."""
 
     state: ShardedJob
-    # Nodes, other than the first, that have made all of the job.
+    """The job itself."""
     done: list[ClusterNode] = field(default_factory=list)
-    # Starts of all shards but the first.
+    """Nodes, other than the first, that have made all of the job."""
     starts: "list[asyncio.Task[None]]" = field(default_factory=list)
-    # Held by whoever changes the job.
+    """Starts of all shards but the first."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever changes the job."""
 
     @property
     def id(self) -> str:
@@ -182,7 +183,7 @@ class ShardedJobs:
             self._lost(frozenset({id}))
 
     def grow(self) -> None:
-        """Have jobs with fewer shards than they ask for begin again when another node has joined."""
+        """Have jobs with too few shards begin again, since another node has joined."""
         for job in list(self._sharded.values()):
             start, asked = job.state.start, job.state.asked
             if len(job.shards) < self._weights.number(start, asked, len(self._nodes())):

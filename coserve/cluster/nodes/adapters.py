@@ -1,6 +1,4 @@
-"""Adapters that clients have loaded: on every node, and on each that comes later before it is
-used.
-"""
+"""Adapters that clients have loaded: on every node, and on each that joins before it is used."""
 
 import asyncio
 import logging
@@ -15,12 +13,19 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterAdapters:
-    """Since this front began; nodes read what was loaded before when it is asked for. Belongs to
-    one event loop.
+    """Adapters that were loaded since this front began; nodes read older ones when a request names
+    them.
+
+    Belongs to one event loop.
     """
 
     def __init__(self, nodes: Callable[[], Collection[ClusterNode]], most: int) -> None:
-        """nodes: those that are used. most: as many stay on a device."""
+        """Begin without adapters.
+
+        Args:
+            nodes: Returns the nodes that are used.
+            most: Number of adapters that stay on a device.
+        """
         self._nodes, self._most = nodes, most
         self._refs: dict[str, AdapterRef] = {}
         self._news = asyncio.Event()
@@ -29,8 +34,12 @@ class ClusterAdapters:
         return len(self._refs)
 
     async def load(self, adapter: AdapterRef) -> None:
-        """On every node, or, if one cannot read it, on none: AdapterError names that."""
-        self._refs[adapter.name] = adapter  # those that come meanwhile need it, too
+        """Load an adapter on every node, or, if one cannot read it, on none.
+
+        Raises:
+            AdapterError: A node cannot read the adapter; the message names the node.
+        """
+        self._refs[adapter.name] = adapter  # nodes that join meanwhile need it, too
         try:
             await self._load(adapter, self._nodes())
         except BaseException:
@@ -44,11 +53,13 @@ class ClusterAdapters:
         failed = [
             (node, error) for node, error in zip(nodes, outcomes, strict=True) if error is not None
         ]
-        wrong = [(node, error) for node, error in failed if not isinstance(error, EngineGoneError)]
-        if wrong:
+        refusals = [
+            (node, error) for node, error in failed if not isinstance(error, EngineGoneError)
+        ]
+        if refusals:
             await self.unload(adapter.name)
-            node, error = wrong[0]
-            if isinstance(error, AdapterError) and len(wrong) < len(nodes):
+            node, error = refusals[0]
+            if isinstance(error, AdapterError) and len(refusals) < len(nodes):
                 raise AdapterError(
                     f"{error} (on the node {node.name}: every node must be able to read it)"
                 ) from error
@@ -57,7 +68,7 @@ class ClusterAdapters:
             raise failed[0][1]
 
     async def unload(self, name: str) -> None:
-        """On every node."""
+        """Unload an adapter from every node."""
         self._forget(name)
         nodes = self._nodes()
         for node in nodes:
@@ -74,12 +85,17 @@ class ClusterAdapters:
 
     # -- nodes that come ------------------------------------------------------------------
 
-    async def bring(self, node: ClusterNode, has: set[str]) -> None:
-        """Have a node that is not used yet have them, as many as stay there, and no others. has:
-        those that it has.
+    async def load_on(self, node: ClusterNode, has: set[str]) -> None:
+        """Load the newest adapters on a node that is not used yet, as many as stay there, and
+        unload others.
+
+        Args:
+            node: The node.
+            has: Names of the adapters that it has; changes with them.
 
         Raises:
-            AdapterError: it cannot have one that others have. EngineGoneError: it is gone.
+            AdapterError: The node cannot have an adapter that others have.
+            EngineGoneError: The node's engine has died.
         """
         while wanted := self._wanted(has):
             name, adapter = wanted
@@ -97,13 +113,13 @@ class ClusterAdapters:
                 self._cannot_have(node, adapter, error)
 
     async def wait(self, limit_s: float) -> None:
-        """Until others are to be had, but no longer than that."""
+        """Wait until an adapter is unloaded, but no longer than `limit_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), limit_s)
 
     def _wanted(self, has: set[str]) -> tuple[str, AdapterRef | None] | None:
-        """One that a node is to have; or, with None, to have no more. None: it has all, and no
-        others.
+        """Return the name of an adapter that a node is to load, or, with None, to unload; None if
+        it has all that it should have.
         """
         newest = dict(list(self._refs.items())[-self._most :])
         for name in has - self._refs.keys():

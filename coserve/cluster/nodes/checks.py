@@ -1,8 +1,7 @@
-"""What a front asks of a node before it uses it: that it is what this front is for, and sees the
-same files.
+"""Checks of a node before the front uses it: that it has the front's settings, and sees the same
+files.
 
-A node outlives fronts. One that was made by another front, with other settings, is not asked for
-anything else: another one is made in its place.
+A node outlives fronts. One that another front has made with other settings is replaced.
 """
 
 import asyncio
@@ -22,21 +21,29 @@ from coserve.errors import ClusterError
 from coserve.jobs.records import AdapterRecord
 from coserve.protocol.messages import Ready
 
-# What a node may take to look at its files, and of how many adapters, the newest, these are.
-_LOOK_S, _MOST_ADAPTERS = 60.0, 1_000
-# Adapters that are served from directories of their own.
+# Time for a node to look at its files, and the number of adapters, the newest, among them.
+_LOOK_S, _MAX_ADAPTERS = 60.0, 1_000
+# Returns the adapters that are served from directories of their own.
 FindAdapters = Callable[[], Sequence[AdapterRecord]]
 
 
 class NodeChecks:
-    """Belongs to one event loop. Without settings, and until `begin`, every node will do."""
+    """Checks of a front on nodes. Without settings, and until `begin`, every node passes.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
         settings: NodeSettings | None = None,
         renew: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """settings: that all nodes are to have. renew: makes the node of a name anew, with them."""
+        """Begin without a home.
+
+        Args:
+            settings: Settings that all nodes are to have; None: any.
+            renew: Replaces the node of a name by one with these settings.
+        """
         self._settings, self._renew = settings, renew
         self._digest = None if settings is None else settings_digest(settings)
         self._renewed: set[str] = set()
@@ -44,10 +51,13 @@ class NodeChecks:
         self._find_adapters: FindAdapters | None = None
 
     def begin(self, find_adapters: FindAdapters | None = None) -> None:
-        """The home is the front's from now on. find_adapters: what all nodes must be able to read,
-        too. Blocks.
+        """Write a probe into the home, which is the front's from now on. Blocks.
 
-        ClusterError if the home cannot be written.
+        Args:
+            find_adapters: Returns the adapters that all nodes must be able to read, too.
+
+        Raises:
+            ClusterError: The home cannot be written.
         """
         self._find_adapters = find_adapters
         if self._settings is None or self._settings.engine.files_url is not None:
@@ -60,14 +70,14 @@ class NodeChecks:
             ) from None
 
     def end(self) -> None:
-        """The inverse."""
+        """Remove the probe; the home is not the front's any more."""
         if self._probe is not None:
             self._probe.unlink(missing_ok=True)
         self._probe = self._find_adapters = None
 
     @property
     def most_adapters(self) -> int:
-        """That stay on a device."""
+        """Number of adapters that stay on a device."""
         return (
             EngineConfig() if self._settings is None else self._settings.engine.engine
         ).max_adapters
@@ -75,11 +85,15 @@ class NodeChecks:
     # -- what a node is ---------------------------------------------------------------
 
     def has_other_settings(self, status: NodeStatus) -> bool:
-        """Whether it is not what it would be if this front had made it."""
+        """Return whether a node's settings differ from those that this front gives."""
         return self._digest is not None and status.settings != self._digest
 
     async def renew(self, name: str) -> None:
-        """Have it made anew. ClusterError if that cannot be, or has been done and did not help."""
+        """Replace a node by one with this front's settings.
+
+        Raises:
+            ClusterError: The node cannot be replaced, or has been and its settings still differ.
+        """
         if self._renew is None or name in self._renewed:
             raise ClusterError(
                 "it was started with other settings than this front gives: start it with the same "
@@ -88,8 +102,10 @@ class NodeChecks:
         await self._renew(name)
         self._renewed.add(name)
 
-    def wrong_engine(self, ready: Ready) -> str | None:
-        """How its engine differs from what this front is for."""
+    def engine_mismatch(self, ready: Ready) -> str | None:
+        """Return in one line how a node's engine differs from what this front is for; None if it
+        does not.
+        """
         if self._settings is None:
             return None
         asked = self._settings.engine
@@ -104,35 +120,41 @@ class NodeChecks:
 
     @property
     def looks_at_files(self) -> bool:
-        """Whether `unseen` asks at all."""
+        """True if `unseen` asks nodes at all."""
         return self._probe is not None or self._find_adapters is not None
 
     async def unseen(self, calls: NodeCalls, *, home_alone: bool = False) -> str | None:
-        """What a node does not see as this front does; None: it sees all. home_alone: and no
-        adapters are asked for. EngineGoneError or TimeoutError if it does not say.
+        """Return in one line what a node does not see as this front does; None if it sees all.
+
+        Args:
+            calls: The node.
+            home_alone: Whether adapters are left out.
+
+        Raises:
+            EngineGoneError, TimeoutError: The node does not answer.
         """
         if not self.looks_at_files or (home_alone and self._probe is None):
             return None
         shared = await asyncio.to_thread(self._shared, home_alone)
-        return await asyncio.wait_for(calls.look_at(shared), _LOOK_S)
+        return await asyncio.wait_for(calls.compare_files(shared), _LOOK_S)
 
     def _shared(self, home_alone: bool) -> SharedPaths:
-        seen = [] if home_alone else list(self._adapters())
+        files = [] if home_alone else list(self._adapters())
         if (probe := self._probe) is None:
-            return SharedPaths(files=tuple(seen))
+            return SharedPaths(files=tuple(files))
         home, advice = (
             str(probe.parent),
             "mount it on every machine by the same path, or give --files-url",
         )
         try:
-            seen.insert(0, _seen(f"--home {home}", [probe], advice))
+            files.insert(0, _seen(f"--home {home}", [probe], advice))
         except OSError as error:
             raise ClusterError(f"the front itself cannot read {probe}: {error.strerror}") from None
-        return SharedPaths(files=tuple(seen), home=home)
+        return SharedPaths(files=tuple(files), home=home)
 
     def _adapters(self) -> Iterator[ExpectedFiles]:
-        found = () if self._find_adapters is None else self._find_adapters()
-        for each in found[-_MOST_ADAPTERS:]:
+        adapters = () if self._find_adapters is None else self._find_adapters()
+        for each in adapters[-_MAX_ADAPTERS:]:
             if each.directory is None:
                 continue
             paths = [Path(each.directory) / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
@@ -142,7 +164,7 @@ class NodeChecks:
                     paths,
                     "every node must be able to read it",
                 )
-            except OSError:  # it is not to be had here either: those who ask for it are told
+            except OSError:  # the front cannot read it either: requests for it get an error
                 continue
 
 

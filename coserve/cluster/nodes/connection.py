@@ -1,4 +1,4 @@
-"""The front's end of one node: commands there, reports back, and another session whenever one is
+"""The front's end of one node: commands to it, reports from it, and another session whenever one is
 lost.
 """
 
@@ -24,17 +24,16 @@ from coserve.protocol.messages import StepReport, encode
 
 _log = logging.getLogger(__name__)
 
-# A node is asked for reports again when it has had none for this long: so its front is known to be
-# there.
+# A node without reports is asked again after this long, by which it knows that its front lives.
 _POLL_S = 1.0
 # A node that does not answer for this long is gone.
 _LIMIT_S = 30.0
-# Before a node that was lost is asked again.
+# Wait before a lost node is asked again.
 _RETRY_S = 0.5
 
 
 class NodeConnection:
-    """Belongs to one event loop. Implements `EngineHost`."""
+    """Connection to one node. Belongs to one event loop; implements `EngineHost`."""
 
     def __init__(self, name: str, calls: NodeCalls, owner: EngineOwner) -> None:
         self._name, self._calls, self._owner = name, calls, owner
@@ -50,14 +49,14 @@ class NodeConnection:
 
     @property
     def silent_s(self) -> float:
-        """Since its engine was heard of."""
+        """Seconds since the node's engine was heard of."""
         unheard_s = time.monotonic() - self._heard_s
         return self._silent_s + (unheard_s if unheard_s > _POLL_S else 0.0)
 
     # -- life -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep a session until `close`."""
+        """Keep a session with the node until `close`."""
         was_told, wait_s = False, _RETRY_S
         while not self._closing:
             try:
@@ -78,24 +77,23 @@ class NodeConnection:
                 await asyncio.sleep(wait_s)
 
     def close(self) -> None:
-        """No other session when this one ends."""
+        """Begin no other session when this one ends."""
         self._closing = True
 
     async def end(self, wait_s: float) -> None:
-        """End the session: the node's engine forgets what it was asked."""
+        """End the session: the node's engine forgets its requests and jobs."""
         session, self._session = self._session, None
         if session is not None:
             with suppress(CoserveError, TimeoutError):
                 await asyncio.wait_for(self._calls.detach(session), max(wait_s, _POLL_S))
 
     def send(self, command: Any) -> None:
-        """See `EngineHost`."""
         if self._session is not None:
             self._commands.append(encode(command))
             self._has_commands.set()
 
     async def _live(self) -> None:
-        """One session, until it is lost or ended: then CoserveError or TimeoutError."""
+        """Run one session until it is lost or ended, then raise CoserveError or TimeoutError."""
         session = uuid4().hex
         self.jobs_at_death = ()
         await asyncio.wait_for(self._calls.attach(session), _LIMIT_S)
@@ -124,21 +122,21 @@ class NodeConnection:
             batch, self._commands = self._commands, []
             if batch:
                 number += 1
-                said = CommandBatch(
+                batch_message = CommandBatch(
                     number=number, now_s=time.monotonic(), seen=self._seen, commands=batch
                 )
-                await asyncio.wait_for(self._calls.send(session, said), _LIMIT_S)
+                await asyncio.wait_for(self._calls.send(session, batch_message), _LIMIT_S)
 
     async def _receive_all(self, session: str) -> None:
         while True:
-            found = await asyncio.wait_for(
+            answer = await asyncio.wait_for(
                 self._calls.reports(session, self._seen, _POLL_S), _LIMIT_S
             )
-            self._heard_s, self._silent_s = time.monotonic(), found.silent_s
-            self._offset_s = min(self._offset_s, self._heard_s - found.now_s)
-            for each in found.reports:
+            self._heard_s, self._silent_s = time.monotonic(), answer.silent_s
+            self._offset_s = min(self._offset_s, self._heard_s - answer.now_s)
+            for each in answer.reports:
                 self._take(decode_node_report(each))
-            self._seen = found.last
+            self._seen = answer.last
             if self._session is None:
                 raise EngineGoneError("the session was ended")
 
@@ -154,7 +152,7 @@ class NodeConnection:
             self._owner.engine_said(report)
 
     def _by_this_clock(self, report: StepReport) -> StepReport:
-        """With times as this machine's clock shows them."""
+        """Return a report with times as this machine's clock shows them."""
         offset_s = self._offset_s
         return replace(
             report,

@@ -1,9 +1,8 @@
-"""Engines that have just started: each is used when it sees the files that the front sees, and has
-what the engines have that are used: the weights that full fine-tuning has made, and the adapters
-that clients have loaded.
+"""Joins of nodes: an engine that has just started is used when it sees the files that the front
+sees, and has what the other engines have: the weights that full fine-tuning has made, and the
+adapters that clients have loaded.
 
-One that cannot be used now is asked again: files may come to be where they should, and adapters be
-unloaded.
+An engine that cannot be used now is tried again: files may appear, and adapters be unloaded.
 """
 
 import asyncio
@@ -18,12 +17,12 @@ from coserve.errors import ClusterError, CoserveError, EngineGoneError
 
 _log = logging.getLogger(__name__)
 
-# Before one is asked again.
+# Wait before a node is tried again.
 _RETRY_S = 2.0
 
 
 class NodeJoins:
-    """Belongs to one event loop."""
+    """Nodes that are joining. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,7 +30,13 @@ class NodeJoins:
         adapters: ClusterAdapters,
         checks: NodeChecks,
     ) -> None:
-        """changed_by: see `ChangedWeights.changed_by`."""
+        """Begin without nodes.
+
+        Args:
+            changed_by: `ChangedWeights.changed_by`.
+            adapters: Adapters that a node needs.
+            checks: Checks that a node has to pass.
+        """
         self._changed_by, self._adapters, self._checks = changed_by, adapters, checks
         self._taking: dict[str, asyncio.Task[None]] = {}  # by node
 
@@ -44,12 +49,12 @@ class NodeJoins:
         self._taking[node.name] = asyncio.create_task(self._take_in(node, use))
 
     def gone(self, node: ClusterNode) -> None:
-        """Its engine has died."""
+        """Stop preparing a node whose engine has died."""
         if (task := self._taking.pop(node.name, None)) is not None:
             task.cancel()
 
     def close(self) -> None:
-        """Nothing waits any more."""
+        """Stop preparing nodes."""
         for task in self._taking.values():
             task.cancel()
 
@@ -66,19 +71,22 @@ class NodeJoins:
         await node.connection.end(0.0)
 
     async def _prepare(self, node: ClusterNode) -> bool:
-        """Until it has all; or, False, what it has is of no use any more: it is to begin anew."""
-        weights, adapters = "", set[str]()  # the job that has made them; names
+        """Prepare a node until it has all, and return True; or False if what it has is outdated, so
+        that its engine has to restart.
+        """
+        # The job whose weights the node has loaded, and names of the adapters that it has.
+        weights, adapters = "", set[str]()
         while True:
             job = self._changed_by()
             if (adapters or weights) and weights != _id(job):
-                return False  # meanwhile the others have begun anew, or have others still
+                return False  # the others have restarted meanwhile, or have other weights
             try:
                 if (unseen := await self._checks.unseen(node.calls)) is not None:
                     raise ClusterError(unseen)
                 if job is not None and not weights:
                     await _take_weights(node, job)
                     weights = job.id
-                await self._adapters.bring(node, adapters)
+                await self._adapters.load_on(node, adapters)
             except (CoserveError, TimeoutError) as error:
                 self._refuse(node, error)
                 await self._adapters.wait(_RETRY_S)
@@ -101,7 +109,7 @@ def _id(job: JobStart | None) -> str:
 
 
 async def _take_weights(node: ClusterNode, job: JobStart) -> None:
-    """Those that the others have."""
+    """Have a node load the weights that the others have."""
     try:
         await node.link.load_adapter(
             AdapterRef(name=job.name, directory=job.checkpoint), changed_by=job.id

@@ -1,9 +1,9 @@
 """A node: one engine in a process of its own, kept running, for whichever front is attached.
 
-One front at a time: the newest session. A session begins with a fresh engine, so that nothing of
-what an earlier front asked, and nobody waits for any more, can be mistaken for what this one asks.
-Jobs lose no more by that than by the death of an engine: they resume from their checkpoints. What
-the node knows of a session is gone when its process dies; the front notices, and begins another.
+One front at a time: the newest session. A session begins with a fresh engine, so that nothing of an
+earlier front's requests, for which nobody waits any more, can be mistaken for this one's. Jobs lose
+no more by that than by the death of an engine: they resume from their checkpoints. The node's
+memory of a session is gone when its process dies; the front notices, and begins another session.
 """
 
 import asyncio
@@ -44,29 +44,34 @@ _log = logging.getLogger(__name__)
 
 # Reports of one step follow one another closely: they travel together.
 _GATHER_S = 0.005
-# A front that has not asked for this long is gone: its jobs train for nobody.
+# A front that has not called for this long is gone: its jobs train for nobody.
 _FRONT_SILENT_S = 60.0
-# Before an engine that could not start as it was asked is tried again, doubled each time: what it
-# lacked, such as a disk that is not mounted yet, may come, and Ray would never start this actor
-# again, which lives.
+# Wait before an engine that could not start is tried again, doubled each time: what it lacks, such
+# as a disk that is not mounted yet, may come, and Ray does not restart an actor that lives.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 2.0, 60.0
 _WATCH_S = 5.0
-# Of one machine.
-_MOST_NODES = 256
+# Nodes of one machine.
+_MAX_NODES = 256
 
 
 class NodeServer:
-    """Belongs to one event loop. Implements `NodeCalls`, and owns a `Supervisor`."""
+    """Server of one node's calls. Belongs to one event loop; implements `NodeCalls`, and owns a
+    `Supervisor`.
+    """
 
     def __init__(self, settings: NodeSettings, *, launch: Launch | None = None) -> None:
-        """launch: starts engines (default: by a process that has imported everything, so that one
-        is there again soon when another has died; where there is no such, as a program).
+        """Prepare a node.
+
+        Args:
+            settings: Settings of the node and of its engine.
+            launch: Starts engines (default: by a process that has imported everything, so that an
+                engine is back soon when another has died; where that is not possible, as a
+                program).
         """
         self._settings = settings_digest(settings)
         self._lock = ExitStack()
         home = self._lock.enter_context(_a_home())
-        # By a URL, a node has in its own home what the front has in another; else both see the same
-        # disk.
+        # With a URL for files, front and node have homes of their own; else both see the same disk.
         self._paths = (
             NodePaths(Path(settings.home), home) if settings.engine.files_url is not None else None
         )
@@ -81,7 +86,7 @@ class NodeServer:
         self._watching: asyncio.Task[None] | None = None
         self._ready: Ready | None = None
         self._failure: str | None = None
-        self._is_fresh = True  # nothing has been asked of the engine that lives now
+        self._is_fresh = True  # the engine that lives now has got no commands
         self._session: str | None = None
         self._num_sent = 0
         self._heard_s = 0.0
@@ -101,7 +106,7 @@ class NodeServer:
     # -- life -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin, if it has not begun; to be called on the event loop."""
+        """Start the engine if it has not been started; to be called on the event loop."""
         if self._running is None:
             self._running = asyncio.create_task(self._run())
             self._watching = asyncio.create_task(self._watch())
@@ -123,7 +128,7 @@ class NodeServer:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _watch(self) -> None:
-        """Let go of a front that is gone."""
+        """Detach a front that is gone."""
         while True:
             await asyncio.sleep(_WATCH_S)
             if self._session is not None and time.monotonic() - self._heard_s > _FRONT_SILENT_S:
@@ -133,7 +138,7 @@ class NodeServer:
                 await self.detach(self._session)
 
     async def stop(self) -> None:
-        """End the engine; who still asks is told that the node is gone."""
+        """End the engine; callers that still wait get EngineGoneError."""
         if self._watching is not None:
             self._watching.cancel()
         self._begin(None)
@@ -148,7 +153,6 @@ class NodeServer:
     # -- what a front asks ------------------------------------------------------------
 
     async def describe(self) -> NodeStatus:
-        """See `NodeCalls`."""
         self.start()
         ready = self._ready
         return NodeStatus(
@@ -168,12 +172,10 @@ class NodeServer:
             num_restarts=self._supervisor.num_restarts,
         )
 
-    async def look_at(self, shared: SharedPaths) -> str | None:
-        """See `NodeCalls`."""
+    async def compare_files(self, shared: SharedPaths) -> str | None:
         return await asyncio.to_thread(unseen, shared)
 
     async def attach(self, session: str) -> None:
-        """See `NodeCalls`."""
         self.start()
         self._begin(session)
         if not self._is_fresh:
@@ -182,7 +184,6 @@ class NodeServer:
             self._put(self._ready)
 
     async def send(self, session: str, batch: CommandBatch) -> None:
-        """See `NodeCalls`."""
         self._check(session)
         if batch.number <= self._num_sent:
             return
@@ -202,7 +203,6 @@ class NodeServer:
             self._supervisor.send(command if self._paths is None else self._paths.here(command))
 
     async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
-        """See `NodeCalls`."""
         self._check(session)
         for number in [number for number in self._outbox if number <= after]:
             del self._outbox[number]
@@ -220,7 +220,6 @@ class NodeServer:
         )
 
     async def detach(self, session: str) -> None:
-        """See `NodeCalls`."""
         self._check(session)
         self._begin(None)
         if not self._is_fresh:
@@ -240,14 +239,12 @@ class NodeServer:
     # -- what the engine says (see `EngineOwner`) -----------------------------------------
 
     def engine_said(self, report: Any) -> None:
-        """See `EngineOwner`."""
         if isinstance(report, Ready):
             self._ready, self._is_fresh, self._failure = report, True, None
         if not isinstance(report, Pong):
             self._put(report if self._paths is None else self._paths.there(report))
 
     def engine_lost(self, reason: str) -> None:
-        """See `EngineOwner`."""
         self._is_fresh = True
         if self._ready is not None:
             self._ready = None
@@ -264,8 +261,8 @@ class NodeServer:
 
 @contextmanager
 def _a_home() -> Iterator[Path]:
-    """A directory that no other node of this machine uses now, for what an engine leaves in its
-    home. What is measured of the machine is in the usual home, for all.
+    """Lock a directory that no other node of this machine uses now, for what an engine leaves in
+    its home. Measurements of the machine are in the usual home, for all.
     """
     base = home_directory() / "nodes"
     make_private(base)
@@ -275,7 +272,7 @@ def _a_home() -> Iterator[Path]:
             with suppress(CoserveError):
                 lock.enter_context(lock_home(directory))
                 break
-            if number >= _MOST_NODES:
+            if number >= _MAX_NODES:
                 raise CoserveError(
                     f"{base} has {number} homes of nodes, and none can be used: see that it can be "
                     f"written"

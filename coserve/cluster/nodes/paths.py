@@ -1,5 +1,5 @@
-"""What a front calls by paths of its home, a node whose files come by a URL has by the same names
-in its own.
+"""Translation of paths: a node whose files come by a URL has in its own home, by the same names,
+what the front has in another.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ _SHARED = "jobs"
 
 
 class NodePaths:
-    """front, node: their homes."""
+    """Paths of a front's home and of a node's."""
 
     def __init__(self, front: Path, node: Path) -> None:
         self._front, self._node = front / _SHARED, node / _SHARED
 
     def here(self, command: Any) -> Any:
-        """What the front commands, with paths of this node."""
+        """Return a command of the front with paths of this node."""
         if isinstance(command, AddRequest | LoadAdapter) and command.adapter is not None:
             return replace(command, adapter=self._adapter(command.adapter))
         if isinstance(command, StartJob):
@@ -43,7 +43,7 @@ class NodePaths:
         return command
 
     def there(self, report: Any) -> Any:
-        """What the engine reports, with paths of the front."""
+        """Return a report of the engine with paths of the front."""
         if not isinstance(report, StepReport):
             return report
         return replace(

@@ -1,5 +1,5 @@
-"""The offline profiler (LeMix section IV-A): from what the engine measures of a device to what
-placements plan with.
+"""The offline profiler (LeMix section IV-A): makes the profile that placements plan with from what
+the engine measures of a device.
 
 An engine has its device's `Profile` already: seconds of the pieces of a step by their rows. Passes
 of whole sequences follow from these, and lines through them are what a placement can add up for
@@ -9,7 +9,7 @@ with κ and T_max, which nodes of a kind share.
 LeMix finds κ and T_max by trying loads on a device. Here they follow from its profile. κ leaves the
 memory that a pack of a job keeps, so that training finds room beside requests. T_max is how long a
 full node takes at most, nineteen times of twenty, until one of its requests ends and leaves memory:
-a task that has waited longer waits for none to come.
+a task that has waited longer waits in vain.
 """
 
 import logging
@@ -36,7 +36,7 @@ _PACK_ROWS, _PROMPT, _ANSWER = 1024, 512, 512
 # Bounds of κ and of T_max, whatever the profile says.
 _SHARES, _WAITS_S = (0.5, 0.95), (0.05, 60.0)
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
-# Requests that decode at once, and the context of each, of which decode steps are taken.
+# Numbers of requests that decode at once, and the context of each, at which decode steps are taken.
 _DECODES, _CONTEXT = (1, 33), 512
 
 
@@ -50,15 +50,17 @@ def node_profile(
     num_stages: int = 1,
     training_yields: bool = False,
 ) -> NodeProfile:
-    """What a placement knows of a node with this profile.
+    """Return the profile with which placements plan a node, from its device's profile.
 
     Args:
-        page_bytes, num_pages: of the node's pool; 0: not known, so that training is placed whatever
+        profile: Profile of the device.
+        block_tokens: Tokens of a page.
+        page_bytes, num_pages: Of the node's pool; 0: not known, so that training is placed whatever
             memory there is, and κ and T_max are the usual ones.
-        num_state_pages: of each request, for its states.
-        num_stages: equal parts that the model is divided into; what crosses between them is not
+        num_state_pages: Pages that each request has for its states.
+        num_stages: Equal parts that the model is divided into; what crosses between them is not
             counted.
-        training_yields: see `NodeProfile`.
+        training_yields: As in `NodeProfile`.
     """
     latency = LatencyModel(profile)
 
@@ -69,7 +71,7 @@ def node_profile(
     few, many = _DECODES
     decode_s = latency.decode_s(num_requests=few, context=_CONTEXT)
     more_s = (latency.decode_s(num_requests=many, context=_CONTEXT) - decode_s) / (many - few)
-    made = NodeProfile(
+    unlimited = NodeProfile(
         forward=fit_latency(
             LENGTHS, [latency.prompt_s(length) for length in LENGTHS], num_stages=num_stages
         ),
@@ -83,31 +85,33 @@ def node_profile(
         training_yields=training_yields,
         pages_per_trained_token=profile.saved_bytes_per_token / page_bytes if page_bytes else 0.0,
     )
-    return with_limits(made, num_pages) if num_pages else made
+    return with_limits(unlimited, num_pages) if num_pages else unlimited
 
 
-def with_limits(made: NodeProfile, num_pages: int) -> NodeProfile:
-    """With κ and T_max of a pool of this size; see the module."""
-    share = _within(_SHARES, 1 - _PACK_ROWS * made.pages_per_trained_token / num_pages)
-    num_requests = max(1, int(share * num_pages / made.num_pages(_PROMPT + _ANSWER)))
-    answer_s = _ANSWER * (made.decode_s + (num_requests - 1) * made.decode_request_s)
-    # Of ends that come by chance, the longest gap but one of twenty.
+def with_limits(profile: NodeProfile, num_pages: int) -> NodeProfile:
+    """Return a profile with κ and T_max of a pool of this size, as the module says."""
+    share = _within(_SHARES, 1 - _PACK_ROWS * profile.pages_per_trained_token / num_pages)
+    num_requests = max(1, int(share * num_pages / profile.num_pages(_PROMPT + _ANSWER)))
+    answer_s = _ANSWER * (profile.decode_s + (num_requests - 1) * profile.decode_request_s)
+    # Ends of requests come at random: the gap that 19 of 20 do not exceed.
     wait_s = log(20) * answer_s / num_requests
-    return replace(made, memory_share=share, longest_wait_s=_within(_WAITS_S, wait_s))
+    return replace(profile, memory_share=share, longest_wait_s=_within(_WAITS_S, wait_s))
 
 
 def _within(bounds: tuple[float, float], value: float) -> float:
-    least, most = bounds
-    return min(most, max(least, value))
+    low, high = bounds
+    return min(high, max(low, value))
 
 
 def profile_of(ready: Ready, home: Path | None = None) -> NodeProfile:
-    """Of a node whose engine is ready: what it has measured, with κ and T_max of its kind.
+    """Return the profile of a node whose engine is ready, with κ and T_max of its kind.
 
-    home: where the latter are kept, for all nodes of the kind; None: nowhere.
+    Args:
+        ready: What the engine has measured.
+        home: Where κ and T_max are kept, for all nodes of the kind; None: nowhere.
     """
     assert ready.profile is not None, "an engine has measured its device before it is ready"
-    made = node_profile(
+    profile = node_profile(
         ready.profile,
         block_tokens=ready.block_tokens,
         page_bytes=ready.page_bytes,
@@ -116,20 +120,23 @@ def profile_of(ready: Ready, home: Path | None = None) -> NodeProfile:
         training_yields=True,
     )
     if home is None:
-        return made
+        return profile
     pool_bytes = ready.num_pages * ready.page_bytes
     return with_stored_limits(
-        node_profile_path(ready.hardware, ready.model, ready.dtype, pool_bytes, home), made
+        node_profile_path(ready.hardware, ready.model, ready.dtype, pool_bytes, home), profile
     )
 
 
 def fit_latency(
     lengths: Sequence[int], seconds: Sequence[float], *, num_stages: int = 1
 ) -> Latency:
-    """The Latency with the least squared relative errors at these lengths, with no coefficient
-    below 0.
+    """Return the Latency with the least squared relative errors at these lengths and no negative
+    coefficient.
 
-    num_stages: the seconds are those of as many stages, one after the other.
+    Args:
+        lengths: Lengths of sequences in tokens.
+        seconds: Measured seconds of each, of all stages, one after the other.
+        num_stages: Number of these stages.
     """
     columns: tuple[Callable[[int], float], ...] = (
         lambda _: 1.0,
@@ -137,7 +144,7 @@ def fit_latency(
         lambda length: float(length * length),
     )
     best: tuple[float, list[float]] | None = None
-    # Each subset of the three terms: the best of those whose coefficients are all above 0.
+    # Try each subset of the three terms; keep the best whose coefficients are all positive.
     for subset in range(1, 8):
         chosen = [index for index in range(3) if subset >> index & 1]
         rows = [
@@ -149,18 +156,18 @@ def fit_latency(
             continue
         error = sum((sum(a * x for a, x in zip(row, solved, strict=True)) - 1) ** 2 for row in rows)
         if best is None or error < best[0] - 1e-12:
-            found = [0.0, 0.0, 0.0]
+            coefficients = [0.0, 0.0, 0.0]
             for index, value in zip(chosen, solved, strict=True):
-                found[index] = value / num_stages
-            best = error, found
+                coefficients[index] = value / num_stages
+            best = error, coefficients
     assert best is not None, "one term alone fits whatever is above 0"
     fixed, token, pair = best[1]
     return Latency(fixed_s=fixed, s_per_token=token, s_per_pair=pair)
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """x for which every row times x is nearest to 1, by the normal equations; None where these have
-    no one answer.
+    """Return the x for which every row times x is nearest to 1, by the normal equations; None where
+    these have no single solution.
     """
     size = len(rows[0])
     # Columns are scaled, so that lengths and their squares are of one size.
@@ -187,34 +194,42 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
 def node_profile_path(
     hardware: str, model: str, dtype: str, pool_bytes: int, home: Path | None = None
 ) -> Path:
-    """Where the profile of a kind of device lies, with a model and a pool of about this size."""
+    """Return the path of the profile of a kind of device, with a model and a pool of about this
+    size.
+    """
     parts = (hardware, model, dtype, _about(pool_bytes))
     name = "-".join(part.replace("/", "_").replace(":", "_").replace(" ", "_") for part in parts)
     return (home or home_directory()) / "profiles" / f"node-{name}.json"
 
 
 def _about(num_bytes: int) -> str:
-    """To two digits: what is free of two devices of a kind is not the same to the byte."""
+    """Return a size rounded to two digits: free memory of two devices of a kind differs by some
+    bytes.
+    """
     unit, unit_bytes = next(each for each in _UNITS if num_bytes >= each[1] or each[1] == 1)
     return f"{float(f'{num_bytes / unit_bytes:.2g}'):g}{unit}"
 
 
-def with_stored_limits(path: Path, made: NodeProfile) -> NodeProfile:
-    """A profile with κ and T_max as they are kept for this kind of device and pool; the first of a
-    kind is kept itself. What operators find out about their devices, they set in that file.
+def with_stored_limits(path: Path, profile: NodeProfile) -> NodeProfile:
+    """Return a profile with κ and T_max as they are kept for this kind of device and pool; the
+    first of a kind is kept itself. Operators who have found better values set them in that file.
     """
     stored = read_node_profile(path)
     if stored is None:
         try:
-            write_node_profile(path, made)
+            write_node_profile(path, profile)
         except OSError as error:
             _log.warning("the profile could not be kept in %s: %s", path.parent, error)
-        return made
-    return replace(made, memory_share=stored.memory_share, longest_wait_s=stored.longest_wait_s)
+        return profile
+    return replace(profile, memory_share=stored.memory_share, longest_wait_s=stored.longest_wait_s)
 
 
 def write_node_profile(path: Path, profile: NodeProfile) -> None:
-    """Whole or not at all. OSError if it cannot be written."""
+    """Write a profile whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     make_private(path.parent)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1))
@@ -223,8 +238,8 @@ def write_node_profile(path: Path, profile: NodeProfile) -> None:
 
 
 def read_node_profile(path: Path) -> NodeProfile | None:
-    """None if there is none, anything is wrong with it, or another user can have written it: it can
-    be made again.
+    """Return a stored profile; None if there is none, it is damaged, or another user can have
+    written it.
     """
     try:
         if not is_trusted(path):

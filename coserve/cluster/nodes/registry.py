@@ -1,4 +1,4 @@
-"""The nodes of a cluster as its front knows them: found, asked how they are, attached, left."""
+"""The nodes of a cluster as its front sees them: found, asked for their status, attached, left."""
 
 import asyncio
 import logging
@@ -22,25 +22,25 @@ from coserve.version import VERSION
 
 _log = logging.getLogger(__name__)
 
-# What a node may take to say how it is.
+# Time for a node to answer with its status.
 _DESCRIBE_S = 10.0
 
-# What their names begin with.
+# Prefix of nodes' names.
 NODE = "node-"
 
-# A machine, and a number there.
+# A machine, and the id of a process there.
 _Process = tuple[str | None, int]
-# All nodes that there are, by name.
+# Returns all nodes of the cluster, by name.
 FindNodes = Callable[[], Awaitable[Mapping[str, NodeCalls]]]
 
 
 def node_names(existing: Collection[str], num_devices: int) -> list[str]:
-    """Those that there are, and new ones as long as there are more devices than nodes.
+    """Return the names of existing nodes, and new names as long as there are more devices than
+    nodes.
 
-    There may be fewer devices: a machine that has died is counted for some seconds beside the one
-    in its place, whose device then gets a node of a new name, and the node of the old machine waits
-    for another device. Which of them those are that work is not for a front that comes later to
-    assume from their numbers.
+    There may be fewer devices: a machine that has died is counted for some seconds beside its
+    replacement, whose device then gets a node of a new name, while the node of the old machine
+    waits for another device. So a front cannot tell from numbers in names which nodes work.
     """
     names = list(existing)
     fresh = (f"{NODE}{number}" for number in count())
@@ -51,42 +51,55 @@ def node_names(existing: Collection[str], num_devices: int) -> list[str]:
 
 @dataclass(kw_only=True, eq=False)
 class ClusterNode:
-    """One that was found. tracker: while its engine is used. num_engines: how many were, until now;
-    status_of: until it was asked for its status. problem: why it is not used; is_refused: and will
-    not be, as it is. is_draining: until its process is another than draining_process, which is not
-    known at first where its status is older than its engine, the one of number draining_engine.
-    lost: requests of an engine that has died, until that is told.
-    """
+    """A node that was found."""
 
     name: str
+    """Its name, which a node in its place keeps."""
     calls: NodeCalls
+    """Its calls."""
     link: EngineLink
+    """The link to its engine."""
     connection: NodeConnection
+    """The connection under this link."""
     running: "asyncio.Task[None] | None" = None
+    """Task that keeps the connection; None until the node is attached."""
     asking: "asyncio.Task[None] | None" = None
+    """Task that asks for its status."""
     tracker: NodeTracker | None = None
+    """Statistics of its engine; None unless the engine is used."""
     num_engines: int = 0
+    """Number of its engines that have been used until now."""
     status: NodeStatus | None = None
+    """The newest status; None until the node has answered."""
     status_of: int = 0
+    """`num_engines` when this status was asked for."""
     problem: str | None = None
+    """Why the node is not used, in one line."""
     is_refused: bool = False
+    """Whether it will not be used as it is."""
     is_draining: bool = False
+    """Whether it gets no more tasks, until its process is another than `draining_process`."""
     draining_process: _Process | None = None
+    """The process that drains; None as long as it is not known, since the status is older than the
+    engine.
+    """
     draining_engine: int = 0
+    """`num_engines` when the node began to drain."""
     lost: list[str] = field(default_factory=list)
+    """Requests of an engine that has died, until its death is handled."""
 
     def drain(self) -> None:
-        """It is to leave; no error if it drains already."""
+        """Begin to drain; no error if the node drains already."""
         if not self.is_draining:
             self.is_draining, self.draining_engine = True, self.num_engines
             is_known = self.status is not None and self.status_of == self.num_engines
             self.draining_process = _process_of(self.status) if is_known else None
 
-    def is_as(self, status: NodeStatus, engine: int) -> None:
-        """It was asked when its engine was of this number."""
+    def update_status(self, status: NodeStatus, engine: int) -> None:
+        """Take in a status that was asked for when `num_engines` was `engine`."""
         is_first, self.status, self.status_of = self.status is None, status, engine
         if self.draining_process is None and engine < self.draining_engine:
-            return  # what it was before it was to drain
+            return  # the status is older than the request to drain
         if self.draining_process is None and (
             is_first or (engine == self.draining_engine and self.tracker is not None)
         ):
@@ -95,7 +108,7 @@ class ClusterNode:
             self.is_draining = False  # it left, and has come back
 
     def describe(self, *, num_requests: int, jobs: list[str]) -> dict[str, Any]:
-        """How it is, and what it does. jobs: by the names that clients know."""
+        """Return the node's state as JSON. jobs: ids that clients know."""
         status, stats = self.status, None if self.tracker is None else self.tracker.stats
         return {
             "name": self.name,
@@ -125,58 +138,58 @@ def _process_of(status: NodeStatus | None) -> _Process | None:
 
 
 class NodesOwner(Protocol):
-    """Told how nodes are; must not block."""
+    """Callbacks on nodes; they must not block."""
 
     def node_ready(self, node: ClusterNode, ready: Ready) -> None:
-        """Its engine takes commands: a fresh one."""
+        """Handle a fresh engine of a node, which takes commands."""
 
     def node_gone(self, node: ClusterNode) -> None:
-        """Its engine has died, or the node."""
+        """Handle the death of a node's engine, or of the node."""
 
     def node_reported(self, node: ClusterNode, report: StepReport) -> None:
-        """What came of steps there."""
+        """Handle a report of steps."""
 
 
 class NodeRegistry:
-    """Belongs to one event loop."""
+    """All nodes that a front has found. Belongs to one event loop."""
 
     def __init__(self, find_nodes: FindNodes, owner: NodesOwner, checks: NodeChecks) -> None:
         self._find_nodes, self._owner, self._checks = find_nodes, owner, checks
         self._nodes: dict[str, ClusterNode] = {}
 
     def all(self) -> list[ClusterNode]:
-        """Those that were found."""
+        """Return the nodes that were found."""
         return list(self._nodes.values())
 
     def used(self) -> list[ClusterNode]:
-        """Those whose engines take requests and jobs."""
+        """Return the nodes whose engines take requests and jobs."""
         return [node for node in self._nodes.values() if node.tracker is not None]
 
     def find(self, name: str) -> ClusterNode:
-        """The one of a name, which is there."""
+        """Return the node of a name, which exists."""
         return self._nodes[name]
 
     async def look(self) -> None:
-        """Find nodes that have joined, and leave those that are none any more. Those that are not
-        used are asked why, and those whose status is older than their engine how they are.
+        """Find nodes that have joined, and leave those that are gone. Ask for the status of nodes
+        that are not used, and of those whose status is older than their engine.
         """
         try:
-            found = await self._find_nodes()
+            calls_by_name = await self._find_nodes()
         except (CoserveError, TimeoutError) as error:
             _log.warning("the nodes cannot be listed: %s", error)
             return
-        for name, calls in found.items():
+        for name, calls in calls_by_name.items():
             if name not in self._nodes:
                 self._add(name, calls)
-        for name in [name for name in self._nodes if name not in found]:
+        for name in [name for name in self._nodes if name not in calls_by_name]:
             await self._leave(self._nodes.pop(name))
         for node in self._nodes.values():
             if node.tracker is None or node.status_of != node.num_engines:
                 self._begin_to_ask(node)
 
     def engine_used(self, node: ClusterNode) -> None:
-        """From now on, another one than before: its process may be another one, too, and is
-        asked.
+        """Note that a node's engine is used, another one than before, and ask for the status of its
+        process, which may be another one, too.
         """
         node.problem, node.is_refused = None, False
         node.num_engines += 1
@@ -187,13 +200,13 @@ class NodeRegistry:
             node.asking = asyncio.create_task(self._ask(node))
 
     def refuse(self, node: ClusterNode, problem: str) -> None:
-        """It is not to be used, as long as it is so."""
+        """Note why a node is not to be used as it is."""
         if node.problem != problem:
             _log.error("the node %s is not used: %s", node.name, problem)
         node.problem, node.is_refused = problem, True
 
     async def close(self) -> None:
-        """Leave all: their engines forget what they were asked."""
+        """Leave all nodes: their engines forget their requests and jobs."""
         await asyncio.gather(*map(self._leave, self._nodes.values()))
 
     def _add(self, name: str, calls: NodeCalls) -> None:
@@ -213,7 +226,7 @@ class NodeRegistry:
         link.listen(_NodeListener(self._owner, node))
 
     async def _ask(self, node: ClusterNode) -> None:
-        """How a node is, and why it is not used; attach to it if it can be."""
+        """Ask for a node's status; attach to the node if it can be used, else note why not."""
         engine = node.num_engines
         try:
             status = await asyncio.wait_for(node.calls.describe(), _DESCRIBE_S)
@@ -221,7 +234,7 @@ class NodeRegistry:
             if node.tracker is None:
                 node.problem, node.is_refused = str(error) or "it does not answer", False
             return
-        node.is_as(status, engine)
+        node.update_status(status, engine)
         if status.version != VERSION:
             self.refuse(
                 node,
@@ -236,7 +249,7 @@ class NodeRegistry:
             await self._attach(node)
 
     async def _renew(self, node: ClusterNode) -> None:
-        """It was made by another front, for something else."""
+        """Replace a node that another front has made for something else."""
         try:
             await self._checks.renew(node.name)
         except (CoserveError, TimeoutError) as error:
@@ -249,7 +262,7 @@ class NodeRegistry:
         )
 
     async def _attach(self, node: ClusterNode) -> None:
-        """If it sees what this front sees."""
+        """Attach to a node if it sees what this front sees."""
         try:
             problem = await self._checks.unseen(node.calls, home_alone=True)
         except (CoserveError, TimeoutError) as error:
@@ -275,7 +288,7 @@ class NodeRegistry:
 
 
 class _NodeListener:
-    """An `EngineListener`, of one node."""
+    """An `EngineListener` that passes on reports with their node."""
 
     def __init__(self, owner: NodesOwner, node: ClusterNode) -> None:
         self.engine_ready = partial(owner.node_ready, node)

@@ -1,6 +1,6 @@
-"""Whether a node sees by a path what the front sees there: each takes a digest of some of a file's
-bytes, and the front compares. Nothing heavy is imported here, since nodes do it before they have an
-engine.
+"""Comparison of files between the front and a node: each takes a digest of some of a file's bytes.
+
+Nothing heavy is imported here, since nodes do this before they have an engine.
 """
 
 import os
@@ -13,35 +13,40 @@ import msgspec
 
 from coserve.home import make_private
 
-# Of each file, pieces of this many bytes: the first, the last, and some that are evenly between.
+# Number and size of the pieces of each file: the first, the last, and some evenly between them.
 _NUM_PIECES, _PIECE_BYTES = 8, 4096
-# What the front and nodes write in a home to find out about it.
+# Prefix of the files that the front and nodes write into a home to check it.
 _PROBE = ".seen-by-nodes-"
 
 
 class ExpectedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """As the front sees them. what: in words. digest: see `sampled_digest`. advice: to who has a
-    node that does not.
-    """
+    """Files as the front sees them."""
 
     what: str
+    """Name of the files in messages."""
     paths: tuple[str, ...]
+    """Their paths."""
     digest: str
+    """Their `sampled_digest`."""
     advice: str
+    """Advice for the operator of a node that does not see them."""
 
 
 class SharedPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node must see as the front does. home: where it writes, too; None: files come by a
-    URL.
-    """
+    """Files and directories that a node must see as the front does."""
 
     files: tuple[ExpectedFiles, ...] = ()
+    """The files."""
     home: str | None = None
+    """Directory where the node writes, too; None: files come by a URL."""
 
 
 def sampled_digest(paths: Iterable[str | Path]) -> str:
-    """Of names, sizes and some bytes of files: however large they are, it is there in milliseconds.
-    OSError if one cannot be read.
+    """Return a digest of the names, sizes and some bytes of files; takes milliseconds whatever
+    their size.
+
+    Raises:
+        OSError: A file cannot be read.
     """
     digest = blake2b(digest_size=16)
     for path in map(Path, paths):
@@ -56,19 +61,22 @@ def sampled_digest(paths: Iterable[str | Path]) -> str:
 
 
 def write_probe(home: Path) -> Path:
-    """A file that only the home of this front has; those of fronts before are removed. OSError."""
+    """Write a file that only the home of this front has, and remove those of earlier fronts.
+
+    Raises:
+        OSError: The home cannot be written.
+    """
     make_private(home)
     for old in home.glob(f"{_PROBE}*"):
         old.unlink(missing_ok=True)
-    # Of a new name: what a file system remembers of another on another machine says nothing of this
-    # one.
+    # A new name each time: caches of a network file system may still have an older file.
     path = home / f"{_PROBE}{uuid4().hex}"
     _write(path)
     return path
 
 
 def unseen(shared: SharedPaths) -> str | None:
-    """What a node, which this is, does not see as the front does, in one line; None: it sees all.
+    """Return in one line what this node does not see as the front does; None if it sees all.
     Blocks.
     """
     for seen in shared.files:

@@ -1,5 +1,5 @@
-"""What a front knows of its nodes: the view that placements see, and the sums that a server
-shows.
+"""Statistics that a front keeps of its nodes: the view that placements see, and the sums that a
+server shows.
 """
 
 from collections import Counter, deque
@@ -14,8 +14,7 @@ from coserve.cluster.view import NodeProfile, NodeView
 from coserve.engine.records import EngineStats
 from coserve.protocol.messages import Ready, StepReport
 
-# The recent time over which utilisation is measured; without a step for as long, SLOs leave all of
-# the time over.
+# Window over which utilisation is measured; after as long without a step, the slack is 1.
 _RECENT_S = 10.0
 # Counts since an engine began; all other numbers are as of now.
 _COUNTS = (
@@ -29,15 +28,15 @@ _COUNTS = (
     *("num_swapped_out", "num_swapped_in", "num_pages_moved"),
     *("num_weight_bytes_copied", "weights_wait_s", "num_tasklets_declined"),
 )
-# What is no sum over nodes, but the worst of them: the most, or the least.
+# Stats that are not summed over nodes: the maximum, or the minimum, of all is shown.
 _WORST, _LEAST = ("margin", "give_back_s"), ("slack",)
 
 
 class NodeTracker:
-    """One engine's life on one node."""
+    """Statistics of one engine on one node, as long as it lives."""
 
     def __init__(self, name: str, ready: Ready, profile: NodeProfile) -> None:
-        """profile: see `coserve.cluster.nodes.profiler.profile_of`."""
+        """Begin without steps. profile: `coserve.cluster.nodes.profiler.profile_of`."""
         self.name, self.ready, self.profile = name, ready, profile
         self.prefixes = SentPrefixes(ready.num_pages)
         self.stats: EngineStats | None = None
@@ -48,7 +47,7 @@ class NodeTracker:
         self._began_s: float | None = None
 
     def take(self, report: StepReport, now_s: float) -> None:
-        """What came of steps."""
+        """Take in a report of steps."""
         if self._began_s is None:
             self._began_s = now_s
         self._steps.extend((step.end_s, step.step_s) for step in report.steps)
@@ -56,7 +55,7 @@ class NodeTracker:
             self.stats = report.stats
 
     def view(self, now_s: float, *, jobs: tuple[str, ...], is_draining: bool) -> NodeView:
-        """As placements see it. jobs: that were placed here."""
+        """Return the node as placements see it. jobs: ids of those that were placed here."""
         while self._steps and self._steps[0][0] < now_s - _RECENT_S:
             self._steps.popleft()
         recent_s = min(
@@ -84,19 +83,19 @@ class NodeTracker:
 
 
 class Totals:
-    """The stats of all engines together, counted since one of them was last lost: as those who
-    listen to a single engine expect.
+    """Stats of all engines together, counted since one of them was last lost, as listeners of a
+    single engine expect.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, EngineStats] = {}  # by node
 
     def restart(self, stats: dict[str, EngineStats]) -> None:
-        """An engine was lost; these are those that there still are, by node."""
+        """Count from now on. stats: of the engines that are left when one was lost, by node."""
         self._before = dict(stats)
 
     def of(self, stats: dict[str, EngineStats]) -> EngineStats | None:
-        """None if no node has told anything yet."""
+        """Return the sums of these stats, by node; None if no node has reported any."""
         if not stats:
             return None
         whole = list(stats.values())
@@ -122,7 +121,7 @@ class Totals:
 
 
 def joined_ready(readies: list[Ready]) -> Ready:
-    """What all of them say of themselves: what one takes, any of them takes."""
+    """Return what engines report of themselves, joined so that any of them takes what one takes."""
     return structs.replace(
         readies[0],
         slo=max((each.slo for each in readies), key=lambda slo: slo.tpot_s),
@@ -131,19 +130,24 @@ def joined_ready(readies: list[Ready]) -> Ready:
     )
 
 
-def how_unlike(ready: Ready, others: Iterable[Ready]) -> str | None:
-    """How an engine differs from others in what answers depend on."""
+def difference_from(ready: Ready, others: Iterable[Ready]) -> str | None:
+    """Return in one line how an engine differs from others in what answers depend on; None if it
+    does not.
+    """
     for other in others:
         for name in ("model", "dtype", "vocab_size", "block_tokens"):
             if (its := getattr(ready, name)) != (ours := getattr(other, name)):
                 return f"its {name} is {its}, and that of others {ours}: start it as those were"
         if _kind_of_device(ready) == _kind_of_device(other) and _has_other_weights(ready, other):
-            return f"its model {ready.model} has other weights than that of others: have the same files on all machines"
+            return (
+                f"its model {ready.model} has other weights than that of others: "
+                "have the same files on all machines"
+            )
     return None
 
 
 def _kind_of_device(ready: Ready) -> str:
-    """Weights that are quantised, or were, may be rounded in another way on another kind."""
+    """Return the kind of device; on another kind, weights may be quantised with other rounding."""
     return ready.device.partition(":")[0]
 
 

@@ -14,19 +14,27 @@ __all__ = ["PlacementPolicy", "make_placement", "placement_class", "placement_na
 
 @cache
 def placement_names() -> tuple[str, ...]:
-    """All that there are: the files of this folder."""
+    """Return the names of all placements: the files of this folder."""
     return variant_names(__path__)
 
 
 @cache
 def placement_class(name: str) -> type[PlacementPolicy]:
-    """The placement in the file of this name; ValueError lists those that there are."""
+    """Return the placement in the file of this name.
+
+    Raises:
+        ValueError: There is no such placement; the message lists those that there are.
+    """
     if name not in placement_names():
         raise ValueError(f"placement {name!r} is not one of {', '.join(placement_names())}")
-    found: type[PlacementPolicy] = variant_class(__name__, name, PlacementPolicy)
-    return found
+    policy: type[PlacementPolicy] = variant_class(__name__, name, PlacementPolicy)
+    return policy
 
 
 def make_placement(name: str, settings: Mapping[str, Any] | None = None) -> PlacementPolicy:
-    """The placement of a name, with settings by name; ValueError says what there is."""
+    """Return the placement of a name with these settings.
+
+    Raises:
+        ValueError: There is no such placement or setting, or a value is out of range.
+    """
     return placement_class(name).from_settings(name, settings or {})

@@ -1,5 +1,5 @@
-"""What a placement is: a pure function from a view of the cluster and a task to a node, with
-settings of its own.
+"""Base of placements: pure functions from a view of the cluster and a task to a node, with
+settings.
 """
 
 from abc import ABC, abstractmethod
@@ -11,41 +11,44 @@ from coserve.cluster.queues import ArrivalQueue, TaskQueue
 from coserve.cluster.view import ClusterTask, ClusterView, Decision, NodeView, Waits
 from coserve.settings import HasSettings
 
-# Where no node can take a task, one may have come back, or joined, after this many seconds.
+# Seconds after which a node that can take a task may have come back, or joined.
 _RETRY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPolicy(HasSettings, ABC):
-    """A placement is a subclass in a file of its own in this folder, found by the file's name. Its
+    """A placement: a subclass in a file of its own in this folder, found by the file's name. Its
     fields are `coserve.settings.setting`s.
 
     `place` reads no clock, does no I/O and keeps nothing between calls: the same view and task give
-    the same decision. ValueError when created names a setting and its range.
+    the same decision. Creating one raises ValueError with the name of a setting and its range.
     """
 
     kind: ClassVar[str] = "placement"
-    summary: ClassVar[str]  # one line, for help texts
+    """Kind of variant, for messages."""
+    summary: ClassVar[str]
+    """One line for help texts."""
     uses_prefixes: ClassVar[bool] = False
-    """Whether it asks what is cached of a task's prefix: to know that, a front hashes every
-    prompt."""
+    """Whether it needs to know what is cached of a task's prefix, for which a front hashes every
+    prompt.
+    """
 
     def queue(self) -> TaskQueue:
-        """What waiting tasks are kept in, in the order in which they are to be placed: as they
-        came, unless a subclass says otherwise.
+        """Return an empty queue, in whose order tasks are placed; by arrival, unless a subclass
+        says otherwise.
         """
         return ArrivalQueue()
 
     def order(self, view: ClusterView) -> Iterable[ClusterTask]:
-        """The waiting tasks of a view, as a queue of this placement has them."""
+        """Return the waiting tasks of a view in the order of this placement's queue."""
         queue = self.queue()
         for task in (*view.requests, *view.training):
             queue.add(task)
         return queue.order(view)
 
     def place(self, view: ClusterView, task: ClusterTask) -> Decision:
-        """Which node gets a task now, if any. A node that drains, or that the task excludes, never
-        does.
+        """Return the node of a task, or how long it waits. A node that drains, or that the task
+        excludes, is never chosen.
         """
         nodes = [
             node for node in view.nodes if not node.is_draining and node.id not in task.excluded
@@ -58,4 +61,6 @@ class PlacementPolicy(HasSettings, ABC):
 
     @abstractmethod
     def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Decision:
-        """Of these nodes, of which there is at least one, all of which may take the task."""
+        """Choose among these nodes, of which there is at least one, and all of which may take the
+        task.
+        """

@@ -42,17 +42,17 @@ from coserve.cluster.queues import RequestsFirst, TaskQueue
 from coserve.cluster.view import ClusterTask, ClusterView, Decision, NodeView, Placed, Waits
 from coserve.settings import setting
 
-# Memory and deferred training are looked at again after this long, if nothing ends before (Δt of
-# algorithm 2).
+# Seconds after which memory and deferred training are looked at again, if nothing ends before (Δt
+# of algorithm 2).
 _CHECK_S = 0.02
-# Of the mean length, the least deviation: a node that has run one length alone would have a density
-# without bound.
-_LEAST_DEVIATION = 0.1
+# Least deviation, as a share of the mean length: the density of a node that has run one length
+# alone would be unbounded.
+_MIN_DEVIATION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lemix(PlacementPolicy):
-    """See the module."""
+    """LeMix's placement, as the module describes it."""
 
     summary: ClassVar[str] = (
         "least added idleness, lengths that fit and soonest response, as in LeMix"
@@ -60,17 +60,17 @@ class Lemix(PlacementPolicy):
 
     response_weight: float = setting(5.0, "λ1: how much the response time counts.")
     length_weight: float = setting(100.0, "λ2: how much the consistency of lengths counts.")
-    idleness_bound_s: float = setting(0.1, "τ: more added idleness than this counts no more.")
+    idleness_bound_s: float = setting(0.1, "τ: added idleness beyond this does not count.")
     slo_times: float = setting(
-        5.0, "τ_R: the SLO of requests that bring none, in forward passes of theirs.", least=1
+        5.0, "τ_R: the SLO of requests without one, in forward passes of their own.", least=1
     )
     max_defer_s: float = setting(
-        60.0, "A training task that has waited this long is placed whatever it delays."
+        60.0, "Seconds after which a training task is placed whatever it delays."
     )
 
     def queue(self) -> TaskQueue:
-        """Requests before training (queue-level priorities): what a training task delays is known
-        when it is placed.
+        """Return a queue of requests before training (queue-level priorities): what a training task
+        delays is known when it is placed.
         """
         return RequestsFirst()
 
@@ -90,13 +90,13 @@ class Lemix(PlacementPolicy):
         return Placed(node.id, path.task, offloads=not fitting)
 
     def plan(self, view: ClusterView, task: ClusterTask, node: NodeView) -> ExecutionPath:
-        """A task's path on a node."""
+        """Return a task's path on a node."""
         return plan_path(node, task, view.now_s)
 
     def score(
         self, view: ClusterView, task: ClusterTask, node: NodeView, path: ExecutionPath
     ) -> float:
-        """Equation 3, in this module's form."""
+        """Return a node's score: equation 3, in this module's form."""
         since_s = 0.0 if view.last_arrival_s is None else task.arrival_s - view.last_arrival_s
         profit = -min(path.idleness_s / node.num_stages - since_s, self.idleness_bound_s)
         value = profit + self.length_weight * length_consistency(node, task.num_tokens)
@@ -111,7 +111,7 @@ class Lemix(PlacementPolicy):
         chosen: NodeView,
         nodes: Sequence[NodeView],
     ) -> bool:
-        """Whether the next request would miss its SLO on every node if the task were placed
+        """Return whether the next request would miss its SLO on every node if the task were placed
         (equation 4).
         """
         if not view.request_rate:
@@ -120,29 +120,29 @@ class Lemix(PlacementPolicy):
             awaited = (each for each in view.requests if not each.is_batch)
             following = next(awaited, None) or typical_request(node, task, view.now_s)
             after = (path.task,) if node is chosen else ()
-            found = plan_path(node, following, view.now_s, after=after)
+            path_of_next = plan_path(node, following, view.now_s, after=after)
             alone_s = node.num_stages * node.profile.forward.seconds(following.num_tokens)
-            if found.response_s <= (following.ttft_s or self.slo_times * alone_s):
+            if path_of_next.response_s <= (following.ttft_s or self.slo_times * alone_s):
                 return False
         return True
 
 
 def length_consistency(node: NodeView, length: int) -> float:
-    """LC: the density, per token, of a length among those that a node has run (equation 2)."""
+    """Return LC: the density, per token, of a length among the node's earlier ones (equation 2)."""
     lengths = node.lengths
     if not lengths.count:
         return 1 / (sqrt(2 * pi) * max(1, length))
-    deviation = max(lengths.deviation, _LEAST_DEVIATION * lengths.mean, 1.0)
+    deviation = max(lengths.deviation, _MIN_DEVIATION * lengths.mean, 1.0)
     return exp(-(((length - lengths.mean) / deviation) ** 2) / 2) / (sqrt(2 * pi) * deviation)
 
 
 def typical_length(node: NodeView, task: ClusterTask) -> int:
-    """The mean length of tasks on a node; of this one, if there were none."""
+    """Return the mean length of tasks on a node; if there were none, that of this task."""
     return max(1, round(node.lengths.mean)) if node.lengths.count else task.num_tokens
 
 
 def typical_request(node: NodeView, task: ClusterTask, now_s: float) -> ClusterTask:
-    """A request that comes now, as long as tasks here are in the mean."""
+    """Return a request that arrives now, of the mean length of tasks here."""
     return ClusterTask(
         id="", kind="request", arrival_s=now_s, num_tokens=typical_length(node, task)
     )

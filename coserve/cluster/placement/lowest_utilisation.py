@@ -1,4 +1,4 @@
-"""Each task goes to the node that has been busy least of late: LeMix's baseline Mix-LUF (section
+"""Placement of each task on the node that was least busy lately: LeMix's baseline Mix-LUF (section
 VI-A).
 """
 
@@ -12,7 +12,7 @@ from coserve.cluster.view import ClusterTask, ClusterView, NodeView, Placed
 
 @dataclass(frozen=True, kw_only=True)
 class LowestUtilisation(PlacementPolicy):
-    """See the module. Of nodes that were busy alike, the one with the fewest tasks."""
+    """Placement by utilisation; of nodes that were busy alike, on the one with the fewest tasks."""
 
     summary: ClassVar[str] = "the node that has been busy least of late"
 

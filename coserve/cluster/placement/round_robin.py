@@ -1,5 +1,5 @@
-"""Each task goes to the next node, whatever it is: LeMix's baseline Mix-RR, or NaiveMix (sections
-III and VI-A).
+"""Placement of each task on the next node, whatever it is: LeMix's baseline Mix-RR, or NaiveMix
+(sections III and VI-A).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from coserve.cluster.view import ClusterTask, ClusterView, NodeView, Placed
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRobin(PlacementPolicy):
-    """See the module."""
+    """Placement on one node after the other."""
 
     summary: ClassVar[str] = "one node after the other, requests and training alike"
 

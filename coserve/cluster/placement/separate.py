@@ -1,4 +1,6 @@
-"""Nodes for requests and nodes for training, for good: LeMix's baseline Separate (section VI-A)."""
+"""Placement with nodes for requests and nodes for training, for good: LeMix's baseline Separate
+(section VI-A).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +16,13 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Separate(PlacementPolicy):
-    """See the module. The last ⌊N·α + 0.5⌋ of N nodes train, one at least and all but one at most;
-    on each side, one node after the other.
+    """Placement on separate nodes. The last ⌊N·α + 0.5⌋ of N nodes train, one at least and all but
+    one at most; on each side, tasks go to one node after the other.
     """
 
     summary: ClassVar[str] = "a fixed share of the nodes for training, the others for requests"
 
-    training_share: float = setting(0.5, "α: of the nodes, those that train.", most=1.0)
+    training_share: float = setting(0.5, "α: share of the nodes that train.", most=1.0)
 
     def choose(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> Decision:
         num_training = self.num_training(view)
@@ -38,10 +40,10 @@ class Separate(PlacementPolicy):
         return Placed(side[turn % len(side)].id)
 
     def num_training(self, view: ClusterView) -> int:
-        """How many nodes train."""
+        """Return the number of nodes that train."""
         return split(len(view.nodes), self.training_share)
 
 
 def split(num_nodes: int, training_share: float) -> int:
-    """Of these nodes, how many train."""
+    """Return how many of these nodes train."""
     return max(1, min(num_nodes - 1, floor(num_nodes * training_share + 0.5)))

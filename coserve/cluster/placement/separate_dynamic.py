@@ -1,5 +1,5 @@
-"""Nodes for requests and nodes for training, by how many requests come: LeMix's Separate (dynamic)
-(section II-B).
+"""Placement with nodes for requests and nodes for training, by the rate of requests: LeMix's
+Separate (dynamic) (section II-B).
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from coserve.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateDynamic(Separate):
-    """See the module. The paper's four nodes are split 1-3 below 50 requests per second, and 2-2
-    from there on.
+    """Placement on separate nodes. The paper's four nodes are split 1-3 below 50 requests per
+    second, and 2-2 from there on.
     """
 
     summary: ClassVar[str] = "as separate, with more nodes for training while few requests come"
 
-    busy_rate: float = setting(50.0, "Requests per second from which training_share holds.")
+    busy_rate: float = setting(50.0, "Requests per second from which training_share applies.")
     quiet_training_share: float = setting(
-        0.75, "Of the nodes, those that train below that.", most=1.0
+        0.75, "Share of the nodes that train below that rate.", most=1.0
     )
 
     def num_training(self, view: ClusterView) -> int:

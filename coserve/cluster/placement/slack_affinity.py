@@ -1,23 +1,23 @@
-"""Ours: the node that answers soonest with what it has cached, and training only where requests
-leave time for it.
+"""Default placement: on the node that answers soonest with what it has cached, with training only
+where requests leave time for it.
 
-What is beyond LeMix:
+Beyond LeMix:
 
-- A prompt takes less on a node that has its prefix or its adapter; what it would take is in the
-  response time, so that an idle node without them wins where the others have queues.
-- The engine of a node knows its requests' slack, the share of its time that their SLOs leave over.
-  A node with little of it gets requests later, and training last.
+- A prompt takes less on a node that has its prefix or its adapter. That is part of the response
+  time, so that an idle node without them wins where the others have queues.
+- The engine of a node reports its slack, the share of its time that its requests' SLOs leave over.
+  A node with little slack gets requests later, and training last.
 - Tasks are bound late: a node gets a task when it is about to need one, so that none waits on one
   node while another is idle. An engine needs several, since its steps batch prompts; plans of one
   pass after the other say little of when it begins them, so that their number alone bounds what
   waits there. Until then tasks are in one queue: first requests that can still be in time, by their
-  priorities and deadlines; then training; then requests that are late whatever is done, which
-  nobody gains from hurrying (as within a device, `scheduling.slo.deadlines`). Late ones are bound
-  where they harm nobody, as training is, and as soon as a first stage is about to be free, so that
-  no later stage runs out of work.
+  priorities and deadlines; then training; then requests that are late in any case, which nobody
+  gains from hurrying (as within a device, `scheduling.slo.deadlines`). Late ones are bound where
+  they delay no others, as training is, and as soon as a first stage is about to be free, so that no
+  later stage runs out of work.
 - Batch work is bound last of all, when no request waits here. An engine runs it in what requests
-  leave, so that it holds up none there, and several may wait on a node, where each of its steps
-  finds enough of them.
+  leave, so that it delays none there, and several may wait on a node, where each of its steps finds
+  enough of them.
 """
 
 from collections.abc import Sequence
@@ -36,59 +36,57 @@ _CHECK_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SlackAffinity(PlacementPolicy):
-    """See the module."""
+    """The default placement, as the module describes it."""
 
     summary: ClassVar[str] = (
         "soonest answer with cached prefixes and adapters, training in what SLOs leave over"
     )
     uses_prefixes: ClassVar[bool] = True
 
-    adapter_load_s: float = setting(
-        0.5, "What it takes until an adapter that a node has not is there."
-    )
+    adapter_load_s: float = setting(0.5, "Seconds that a node takes to load an adapter.")
     slack_weight: float = setting(
-        0.5, "By how many times a response counts as longer where a node has no slack."
+        0.5, "How much longer a response counts on a node without slack, as a share of it."
     )
     backlog: float = setting(
         1.0,
-        "A request waits for a node that would begin it within this many mean forward passes, but "
-        "for an engine.",
+        "A request waits until a node would begin it within this many mean forward passes; on "
+        "engines it does not.",
     )
     most_waiting: int = setting(
         1,
-        "Tasks that may wait to begin on a node that runs one pass at a time; others wait in the "
-        "cluster's queue.",
+        "Tasks that may wait on a node that runs one pass at a time; others wait in the cluster's "
+        "queue.",
         least=1,
     )
     most_prompts: int = setting(
-        4, "The same on an engine, whose steps take several prompts.", least=1
+        4, "Tasks that may wait on an engine, whose steps take several prompts.", least=1
     )
     most_batch_waiting: int = setting(
         16,
-        "Batch requests that may wait on a node to begin, where they hold up no others.",
+        "Batch requests that may wait on a node, where they delay no others.",
         least=1,
     )
     slo_times: float = setting(
-        5.0, "The SLO of requests that bring none, in forward passes of theirs.", least=1
+        5.0, "TTFT objective of requests without one, in forward passes of their own.", least=1
     )
     reserve: float = setting(
-        0.2, "Of a request's SLO, what training and late requests must leave.", most=1.0
+        0.2, "Share of a request's SLO that training and late requests must leave.", most=1.0
     )
     max_defer_s: float = setting(
         60.0,
-        "What has waited this long is placed before all else of its priority; batch work never is.",
+        "Seconds after which a task is placed before all others of its priority; not batch work.",
     )
 
     def queue(self) -> TaskQueue:
-        """By priority: aged tasks, requests that can be in time by their deadlines, training, late
-        requests. Then batch work.
+        """Return a queue by priority: aged tasks, requests that can be in time by their deadlines,
+        training, late requests. Batch work is last.
         """
         return DeadlineQueue(
             slo_times=self.slo_times, max_defer_s=self.max_defer_s, has_room=self.has_room
         )
 
     def has_room(self, node: NodeView) -> bool:
-        """Whether one more may wait there."""
+        """Return whether one more task may wait on a node."""
         return node.num_waiting < (
             self.most_prompts if node.profile.training_yields else self.most_waiting
         )
@@ -131,8 +129,8 @@ class SlackAffinity(PlacementPolicy):
         return plan_path(node, task, view.now_s, num_cached=node.num_cached_tokens(task))
 
     def _cost(self, task: ClusterTask, node: NodeView, path: ExecutionPath) -> float:
-        """Seconds to the response, longer where there is little slack and where the adapter is
-        not.
+        """Return the seconds to the response, increased where there is little slack or the adapter
+        is not loaded.
         """
         seconds = path.response_s
         if task.adapter is not None and task.adapter not in node.adapters:
@@ -140,17 +138,17 @@ class SlackAffinity(PlacementPolicy):
         return seconds * (1 + self.slack_weight * (1 - node.slack))
 
     def _is_late(self, view: ClusterView, task: ClusterTask, nodes: Sequence[NodeView]) -> bool:
-        """Whether a request cannot be in time on any node, even if it began now, alone."""
+        """Return whether a request cannot be in time on any node, even if it began now, alone."""
         return view.now_s > deadline(task, kinds_of(nodes), slo_times=self.slo_times).latest_begin_s
 
     def _mean_s(self, task: ClusterTask, node: NodeView) -> float:
-        """What the mean request takes on a node, in all stages."""
+        """Return the seconds of a request of mean length on a node, in all stages."""
         return node.num_stages * node.profile.forward.seconds(typical_length(node, task))
 
     def _queue_s(
         self, view: ClusterView, task: ClusterTask, node: NodeView, path: ExecutionPath
     ) -> float:
-        """For how long a request would wait within a node, in all stages."""
+        """Return the seconds that a request would wait within a node, in all stages."""
         num_tokens = task.num_tokens - node.num_cached_tokens(task)
         alone_s = node.num_stages * node.profile.forward.seconds(num_tokens, task.batch_size)
         return path.task.forward_end_s[-1] - view.now_s - alone_s
@@ -162,9 +160,9 @@ class SlackAffinity(PlacementPolicy):
         planned: Sequence[tuple[NodeView, ExecutionPath]],
         nodes: Sequence[NodeView],
     ) -> list[tuple[NodeView, ExecutionPath]]:
-        """Where training or a late request may go: it begins soon, and as many nodes as the other
-        requests need still answer the next one in time. Of these, the one with most slack, and then
-        the busiest, so that others stay free.
+        """Return where training or a late request may go: it begins soon, and as many nodes as the
+        other requests need still answer the next one in time. Of these, return the node with most
+        slack, and then the busiest, so that others stay free.
         """
         stage_s = self._mean_s(task, nodes[0]) / nodes[0].num_stages
         num_needed = max(1.0, view.request_rate * stage_s)
@@ -189,8 +187,8 @@ class SlackAffinity(PlacementPolicy):
         node: NodeView,
         path: ExecutionPath | None = None,
     ) -> bool:
-        """Whether the next request would be answered in time on a node, after a task if one is
-        given.
+        """Return whether the next request would be answered in time on a node, after a task with
+        this path if one is passed.
         """
         following = typical_request(node, task, view.now_s)
         alone_s = self._mean_s(task, node)

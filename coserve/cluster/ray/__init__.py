@@ -1,1 +1,4 @@
-"""Ray: actors of nodes, deployments of fronts, and what the commands ask of them."""
+"""Ray: the actors of nodes, the deployment of fronts, and the logic of the commands for both.
+
+Only this folder imports Ray.
+"""

@@ -1,4 +1,4 @@
-"""What a node's actor runs. A module of its own: its process starts without Ray Serve, the server
+"""Actor of a node. A module of its own: the actor's process starts without Ray Serve, the server
 and torch.
 """
 
@@ -20,8 +20,8 @@ class NodeActor:
     async def describe(self) -> NodeStatus:
         return msgspec.structs.replace(await self._node.describe(), machine=self._machine)
 
-    async def look_at(self, shared: SharedPaths) -> str | None:
-        return await self._node.look_at(shared)
+    async def compare_files(self, shared: SharedPaths) -> str | None:
+        return await self._node.compare_files(shared)
 
     async def attach(self, session: str) -> None:
         await self._node.attach(session)

@@ -1,11 +1,11 @@
-"""Of commands that would have a cluster serve, or end that, one at a time does: the one that claims
-the cluster.
+"""Claim of a cluster by one command: of commands that would have the cluster serve, or end that,
+one at a time proceeds.
 
-Claims are in what Ray keeps for a cluster, where a command can write before its machine is one of
-Ray's: a key each, numbered, of which the newest alone counts. To claim is to add the next number,
-which the cluster lets one alone do. Who holds the claim changes its value every second; one that
-has stood still for long is of a process that has died. Old keys stay, some bytes each: a number
-that was free again could be had twice.
+Claims are keys in Ray's store of the cluster, where a command can write before its machine belongs
+to Ray. They are numbered, and the newest alone counts. To claim is to add the next number, which
+the store lets one command alone do. The holder changes its claim's value every second; a claim that
+has stood still for long belongs to a process that has died. Old keys stay, some bytes each: a
+number that was free again could be claimed twice.
 """
 
 import secrets
@@ -21,29 +21,28 @@ from coserve.errors import ClusterError
 _PREFIX = b"claim-"
 _FREE = b"free"
 _BEAT_S, _POLL_S = 1.0, 0.2
-# Of a claim that stands still, until it is another's: the process that holds it may have to wait
-# for a CPU.
+# Time after which a claim that stands still is free: its holder may have to wait for a CPU.
 SILENT_S = 20.0
 
 
 class ClaimStore(Protocol):
-    """What Ray keeps for a cluster. Each call raises ClusterError if it does not answer."""
+    """Ray's store of a cluster. Each call raises ClusterError if the store does not answer."""
 
     def keys(self, prefix: bytes) -> list[bytes]:
-        """Those that begin so."""
+        """Return the keys with a prefix."""
         ...
 
     def get(self, key: bytes) -> bytes | None:
-        """The value; None: there is no such key."""
+        """Return the value of a key; None: there is no such key."""
         ...
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Write, whether it is there or not."""
+        """Write a value, whether the key exists or not."""
         ...
 
     def add(self, key: bytes, value: bytes) -> bool:
-        """Write what is not there; False: it was there. Of several that add the same at once, one
-        alone does.
+        """Write a value if the key does not exist, and return whether it was written. Of several
+        calls for a key at the same time, one alone writes.
         """
         ...
 
@@ -60,8 +59,16 @@ class DeployClaim:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """at_once: also from one that holds it, as is for those who began the cluster, or end what
-        they began. waiting: called once if another one holds it, for whose end the context waits.
+        """Prepare a claim.
+
+        Args:
+            store: Ray's store of the cluster.
+            at_once: Whether to take the claim from its holder; for commands that have begun the
+                cluster, or end what they have begun.
+            waiting: Called once if another command holds the claim, for whose end the context
+                waits.
+            clock: Returns the time in seconds.
+            sleep: Waits for some seconds.
         """
         self._store, self._at_once, self._waiting = store, at_once, waiting
         self._clock, self._sleep = clock, sleep
@@ -71,12 +78,16 @@ class DeployClaim:
         self._beating = threading.Thread(target=self._beat_on, daemon=True)
 
     def __enter__(self) -> "DeployClaim":
-        """ClusterError if the cluster does not answer."""
+        """Take the claim as soon as it is free.
+
+        Raises:
+            ClusterError: The cluster does not answer.
+        """
         seen, seen_s, has_said = (0, _FREE), self._clock(), False
         while self._own is None:
-            if (found := self._newest()) != seen:
-                seen, seen_s = found, self._clock()
-            number, value = found
+            if (newest := self._newest()) != seen:
+                seen, seen_s = newest, self._clock()
+            number, value = newest
             if self._at_once or value == _FREE or self._clock() - seen_s >= SILENT_S:
                 key = _PREFIX + str(number + 1).encode()
                 if self._store.add(key, self._value()):
@@ -98,7 +109,7 @@ class DeployClaim:
         self.release()
 
     def check(self) -> None:
-        """ClusterError if another command has the claim by now."""
+        """Raise ClusterError if another command has the claim by now."""
         number, _ = self._newest()
         if self._own != _PREFIX + str(number).encode():
             raise ClusterError(
@@ -107,13 +118,17 @@ class DeployClaim:
             )
 
     def beat(self) -> None:
-        """Show that the process lives; ClusterError."""
+        """Show that the process lives.
+
+        Raises:
+            ClusterError: The cluster does not answer.
+        """
         if self._own is not None:
             self._num_beats += 1
             self._store.put(self._own, self._value())
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Release the claim."""
         self._ended.set()
         if self._own is not None:
             self._beating.join()
@@ -122,12 +137,12 @@ class DeployClaim:
             self._own = None
 
     def _newest(self) -> tuple[int, bytes]:
-        """Its number and value; 0: there has been none."""
+        """Return the number and the value of the newest claim; number 0: there has been none."""
         number = max(
             (int(key.removeprefix(_PREFIX)) for key in self._store.keys(_PREFIX)), default=0
         )
-        found = self._store.get(_PREFIX + str(number).encode()) if number else None
-        return number, _FREE if found is None else found
+        newest = self._store.get(_PREFIX + str(number).encode()) if number else None
+        return number, _FREE if newest is None else newest
 
     def _value(self) -> bytes:
         return f"{self._name} {self._num_beats}".encode()

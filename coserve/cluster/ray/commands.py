@@ -1,7 +1,6 @@
-"""What commands ask of a cluster, and of its front, which `ray_front` deploys. Ray is touched here,
-there, in `ray_router`, `ray_machine`, `ray_nodes` and `node_actor` alone.
+"""Calls of commands to a cluster and to its front, which `coserve.cluster.ray.front` deploys.
 
-Importing this does not import PyTorch, nor what a front runs: a command that only asks begins at
+Importing this imports neither PyTorch nor what a front runs: a command that only asks begins at
 once.
 """
 
@@ -21,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 from coserve.cluster.ray import joining
 from coserve.cluster.ray.claim import DeployClaim
 from coserve.cluster.ray.errors import first_line
-from coserve.cluster.ray.machine import DEVICE, ClusterKeys, served_at, tell_served
+from coserve.cluster.ray.machine import DEVICE, ClusterKeys, announce_served, served_at
 from coserve.cluster.ray.nodes import NAMESPACE, ask_nodes, node_actors
 from coserve.errors import ClusterError, FrontSilentError
 
@@ -29,17 +28,19 @@ _log = logging.getLogger(__name__)
 
 APPLICATION, FRONT = "coserve", "front"
 _CALL_S = 10.0
-# What a front's end takes after its requests: checkpoints, and what it still has to write.
+# Time that a front takes to end after its requests: for checkpoints and other writes.
 STOP_S = 30.0
-# What Ray, Ray Serve and their connections raise when they do not answer.
+# Errors of Ray, Ray Serve and their connections when they do not answer.
 SILENT = (RayError, RayServeException, TimeoutError, RuntimeError)
 
 
 def connect(address: str) -> None:
-    """Have this process ask the cluster. ClusterError if it cannot be reached, or asks for another
-    token.
+    """Connect this process to the cluster.
+
+    Raises:
+        ClusterError: The cluster cannot be reached, or needs another token.
     """
-    ClusterKeys(address)  # it says at once what `ray.init` tries for 20 s
+    ClusterKeys(address)  # fails at once, where `ray.init` tries for 20 s
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     own = signal.getsignal(signal.SIGTERM)
     try:
@@ -51,31 +52,32 @@ def connect(address: str) -> None:
             f"the Ray cluster at {address} cannot be used: {first_line(error)}"
         ) from None
     finally:
-        # Ray's own, which it sets here, prints where the process was, and ends it without anything
-        # of ours.
+        # Ray's handler, which `ray.init` sets, prints a stack and ends the process without cleanup.
         if own is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, own)
 
 
 def disconnect() -> None:
-    """The inverse."""
+    """Disconnect this process from the cluster."""
     ray.shutdown()
 
 
 def served_models() -> list[str]:
-    """What the nodes of the cluster serve; empty if it has no front. ClusterError if Ray does not
-    tell.
+    """Return the models that the nodes of the cluster serve; none if it has no front.
+
+    Raises:
+        ClusterError: Ray does not answer.
     """
     if APPLICATION not in _applications():
         return []
-    found = [each.model for each in ask_nodes() if each.model is not None]
-    if not found and (told := served_at(ray.get_runtime_context().gcs_address)) is not None:
-        found = [told.model]  # whose nodes are about to come
-    return found or [""]
+    models = [each.model for each in ask_nodes() if each.model is not None]
+    if not models and (served := served_at(ray.get_runtime_context().gcs_address)) is not None:
+        models = [served.model]  # whose nodes are about to come
+    return models or [""]
 
 
 def _applications() -> list[str]:
-    """Ray Serve's; none where it does not run."""
+    """Return the names of Ray Serve's applications; none where it does not run."""
     try:
         return list(serve.status().applications)
     except SILENT as error:
@@ -85,21 +87,23 @@ def _applications() -> list[str]:
 
 
 def this_machine() -> dict[str, float]:
-    """Ray's resource that binds a front to this machine, where its home is."""
+    """Return Ray's resource that binds a front to this machine, where its home is."""
     return {f"node:{ray.util.get_node_ip_address()}": 0.001}
 
 
 def undeploy(drain_s: float = 0.0) -> None:
-    """End the front, when its requests are over, or after this time, with checkpoints of its jobs;
-    and the nodes. What else runs in the cluster stays, and Ray Serve for it. Nobody else begins to
-    serve until all of it has ended.
+    """End the front and the nodes. Other work in the cluster continues, and Ray Serve for it. No
+    other command begins to serve until all of it has ended.
+
+    Args:
+        drain_s: Seconds to wait for open requests; jobs write checkpoints after that.
     """
     with ExitStack() as claim:
         with suppress(ClusterError, *SILENT):  # Ray itself may be gone
             claim.enter_context(
                 DeployClaim(ClusterKeys(ray.get_runtime_context().gcs_address), at_once=True)
             )
-        tell_nothing_served()
+        announce_nothing_served()
         _end_fronts(drain_s)
         with suppress(*SILENT):
             serve.delete(APPLICATION)
@@ -112,7 +116,7 @@ def undeploy(drain_s: float = 0.0) -> None:
 
 
 def _end_fronts(drain_s: float) -> None:
-    """Ray Serve itself tells a front of its end when all requests are over, or by killing it."""
+    """End all fronts. Ray Serve itself ends a front only after all requests, or by killing it."""
     for wait_s in (drain_s, 0.0):
         try:
             handle = serve.get_app_handle(APPLICATION)
@@ -122,7 +126,7 @@ def _end_fronts(drain_s: float) -> None:
             )
         except (
             KeyboardInterrupt
-        ):  # the second: nobody waits for requests any more, but for checkpoints
+        ):  # the second Ctrl-C: requests are not waited for any more, checkpoints are
             continue
         except SILENT as error:
             _log.info("no front could be asked to end: %s", first_line(error))
@@ -133,26 +137,24 @@ def _end_fronts(drain_s: float) -> None:
         return
 
 
-def tell_nothing_served() -> None:
-    """See `tell_served`; where Ray is gone, nothing."""
+def announce_nothing_served() -> None:
+    """Remove what `announce_served` has written, if Ray is there."""
     with suppress(RayError):  # Ray itself may be gone
-        tell_served(None)
+        announce_served(None)
 
 
 class _Front:
     """The front that answers. Implements `FrontCalls`."""
 
     def status(self) -> dict[str, Any]:
-        """See `FrontCalls`."""
         if APPLICATION not in _applications():
             raise ClusterError("the cluster has no front: start one with coserve cluster up")
-        found: dict[str, Any] = _ask_front("describe")
-        return found
+        state: dict[str, Any] = _ask_front("describe")
+        return state
 
     def drain(self, names: Sequence[str], limit_s: float) -> None:
-        """See `FrontCalls`."""
-        if (wrong := _ask_front("drain", list(names), limit_s=limit_s)) is not None:
-            raise ClusterError(wrong)
+        if (problem := _ask_front("drain", list(names), limit_s=limit_s)) is not None:
+            raise ClusterError(problem)
 
 
 def _ask_front(method: str, *arguments: Any, limit_s: float = _CALL_S) -> Any:
@@ -169,13 +171,19 @@ def _ask_front(method: str, *arguments: Any, limit_s: float = _CALL_S) -> Any:
 
 
 def status() -> dict[str, Any]:
-    """What the front says of its nodes. ClusterError if there is none that answers."""
+    """Return the state of the front and its nodes.
+
+    Raises:
+        ClusterError: No front answers.
+    """
     return _Front().status()
 
 
 def drain(name: str, limit_s: float) -> None:
-    """Have a node get nothing more, and its jobs continue on others. ClusterError if that cannot
-    be.
+    """Drain a node: it gets nothing more, and its jobs continue on others.
+
+    Raises:
+        ClusterError: The node could not be drained within `limit_s`.
     """
     try:
         _Front().drain([name], limit_s)
@@ -184,14 +192,17 @@ def drain(name: str, limit_s: float) -> None:
 
 
 def drain_machines(machine: str | None, say: Callable[[str], None]) -> None:
-    """Have all nodes of a machine, by Ray's id, that is about to leave drain; None: of the machine
-    of this process. See `joining.drain_machines`.
+    """Drain all nodes of a machine that is about to leave: `joining.drain_machines`.
+
+    Args:
+        machine: Ray's id of the machine; None: the machine of this process.
+        say: Called with each line of progress.
     """
     joining.drain_machines(_Front(), _machines_here() if machine is None else [machine], say=say)
 
 
 def _machines_here() -> Collection[str]:
-    """Ray's ids; several machines of Ray's may be on one."""
+    """Return Ray's ids of this machine, which may run several of Ray's machines."""
     here = ray.util.get_node_ip_address()
     return [
         each["NodeID"]
@@ -203,7 +214,9 @@ def _machines_here() -> Collection[str]:
 def wait_for_nodes(
     is_ended: Callable[[], bool], machine: str | None = None, num_devices: int | None = None
 ) -> int | None:
-    """See `joining.wait_for_nodes`. num_devices: of the machine (None: all of the cluster)."""
+    """Wait until nodes are ready: `joining.wait_for_nodes`. num_devices: of the machine; None: of
+    the whole cluster.
+    """
 
     def number() -> int:
         return int(ray.cluster_resources().get(DEVICE, 0)) if num_devices is None else num_devices
@@ -212,7 +225,11 @@ def wait_for_nodes(
 
 
 def reload_keys() -> None:
-    """Have the front read its keys' file again. ClusterError if it does not answer."""
+    """Have the front read its keys' file again.
+
+    Raises:
+        ClusterError: The front does not answer.
+    """
     try:
         _ask_front("reload_keys")
     except FrontSilentError as error:

@@ -1,23 +1,23 @@
-"""What Ray's errors say, in one line."""
+"""Ray's errors, in one line."""
 
 import re
 
-_MOST_CHARACTERS = 300
-# How Python, and Ray's commands, begin the last words of a process.
+_MAX_CHARACTERS = 300
+# Beginning of the line in which Python, or a command of Ray, reports an error.
 _ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line; all of them where that one says only what follows."""
+    """Return the first line of an error; all lines where the first only introduces the others."""
     lines = _lines(str(error))
     if not lines:
         return type(error).__name__
     return _joined(lines) if lines[0].endswith(":") else lines[0]
 
 
-def last_words(stderr: str) -> str | None:
-    """Of a process that has ended, the error that it ended with, or else the last line; None: it
-    has said nothing.
+def last_error(stderr: str) -> str | None:
+    """Return the error with which a process has ended, from its stderr, or else the last line; None
+    if there is none.
     """
     lines = _lines(stderr)
     errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
@@ -31,4 +31,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _joined(lines: list[str]) -> str:
-    return " ".join(lines)[:_MOST_CHARACTERS]
+    return " ".join(lines)[:_MAX_CHARACTERS]

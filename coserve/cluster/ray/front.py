@@ -1,5 +1,4 @@
-"""The front as an application of Ray Serve's: what its replicas run, and how they are deployed.
-`on_ray` asks it.
+"""The front as an application of Ray Serve: what its replicas run, and how they are deployed.
 
 Ray keeps all alive: it starts a node's actor again wherever there is a free device, and a front
 where its files are. Ray Serve's interfaces are used as of the version that pyproject.toml pins.
@@ -19,9 +18,9 @@ from coserve.cluster.front.choice import ANSWERS
 from coserve.cluster.front.front import DEFAULT_PLACEMENT, Front, check_config, node_settings
 from coserve.cluster.front.standby import StandbyFront
 from coserve.cluster.nodes.checks import NodeChecks
-from coserve.cluster.ray.commands import APPLICATION, FRONT, SILENT, STOP_S, tell_nothing_served
-from coserve.cluster.ray.errors import first_line, last_words
-from coserve.cluster.ray.machine import Served, tell_served
+from coserve.cluster.ray.commands import APPLICATION, FRONT, SILENT, STOP_S, announce_nothing_served
+from coserve.cluster.ray.errors import first_line, last_error
+from coserve.cluster.ray.machine import Served, announce_served
 from coserve.cluster.ray.nodes import RayNodes
 from coserve.cluster.ray.router import FrontRouter
 from coserve.errors import ClusterError, FrontSilentError
@@ -29,17 +28,20 @@ from coserve.logs import configure_logs
 from coserve.server.config import ServerConfig
 from coserve.server.lifecycle.home_lock import lock_home
 
-# How often Ray Serve looks whether the front lives.
+# Interval of Ray Serve's health checks.
 _HEALTH_S = 1.0
-# Where nobody may be there to try again: what a front needs may come later. Ray Serve allows three
-# for each front.
-_MOST_STARTS = 20
+# Nobody may be there to try again, and what a front needs may come later. Ray Serve's default is
+# three starts for each front.
+_MAX_STARTS = 20
 
 
 class FrontApplication:
     """A `StandbyFront` as a deployment of Ray Serve."""
 
-    async def __init__(self, config: ServerConfig, placement: str, num_fronts: int) -> None:  # type: ignore[misc]  # Serve awaits it
+    # Ray Serve awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, config: ServerConfig, placement: str, num_fronts: int
+    ) -> None:
         configure_logs(config.log_format, config.log_level)
         settings = await asyncio.to_thread(node_settings, config)
         nodes = RayNodes(settings, uses_gpu=config.device != "cpu")
@@ -48,7 +50,7 @@ class FrontApplication:
         self._front = self._standby.front
         await self._standby.begin(others=num_fronts > 1)
         await asyncio.to_thread(
-            tell_served, Served(model=config.model, num_ranks=config.tensor_parallel)
+            announce_served, Served(model=config.model, num_ranks=config.tensor_parallel)
         )
 
     def __serve_build_asgi_app__(self) -> StandbyFront:
@@ -61,7 +63,9 @@ class FrontApplication:
         self._standby.check()
 
     async def describe(self) -> dict[str, Any]:
-        """For those who ask without HTTP. drain_s: how long requests are waited for at the end."""
+        """Return the state of the cluster, for callers without HTTP. "drain_s": seconds that
+        requests are waited for at the end.
+        """
         link = self._front.link
         drain_s = self._front.config.drain_s
         return {
@@ -72,7 +76,9 @@ class FrontApplication:
         }
 
     async def drain(self, names: Sequence[str]) -> str | None:
-        """See `ClusterLink.drain`; what is wrong, if anything."""
+        """Drain nodes as `ClusterLink.drain` does; return what is wrong in one line, None if
+        nothing is.
+        """
         try:
             await self._front.link.drain(*names)
         except ClusterError as error:
@@ -80,24 +86,26 @@ class FrontApplication:
         return None
 
     async def end(self, wait_s: float) -> None:
-        """See `StandbyFront.end`."""
+        """End the front: `StandbyFront.end`."""
         await self._standby.end(wait_s)
 
     async def reload_keys(self) -> None:
-        """See `Front.reload_keys`."""
+        """Read the keys' file again."""
         self._front.reload_keys()
 
     async def __del__(self) -> None:
-        if self._standby.stats[
-            ANSWERS
-        ]:  # Ray Serve may be ended by its own commands, in a cluster that lives on
-            await asyncio.to_thread(tell_nothing_served)
+        # Ray Serve may be ended by its own commands, in a cluster that lives on.
+        if self._standby.stats[ANSWERS]:
+            await asyncio.to_thread(announce_nothing_served)
         await self._standby.stop()
 
 
 def check_http(config: ServerConfig) -> None:
-    """ClusterError if Ray Serve runs already, for others, and listens otherwise than is asked here:
-    it keeps to what it began with, and only logs that; what is to be encrypted would not be.
+    """Check that Ray Serve, if it runs already, listens as this server is to listen. It keeps its
+    options and only logs others; what should be encrypted would not be.
+
+    Raises:
+        ClusterError: An option of its HTTP servers differs.
     """
     try:
         running = _get_global_client(raise_if_no_controller_running=False)
@@ -121,7 +129,7 @@ def _http_options(config: ServerConfig) -> dict[str, Any]:
         "host": config.host,
         "port": config.port,
         "keep_alive_timeout_s": int(config.timeout_keep_alive_s),
-        # One file may have both, which Serve does not know.
+        # One file may have both; Ray Serve needs two options.
         "ssl_certfile": config.ssl_certfile,
         "ssl_keyfile": config.ssl_keyfile or config.ssl_certfile,
     }
@@ -130,28 +138,35 @@ def _http_options(config: ServerConfig) -> dict[str, Any]:
 def deploy(
     config: ServerConfig, placement: str, *, resources: dict[str, float], num_fronts: int = 1
 ) -> None:
-    """Have Ray Serve run the front. resources: of Ray's, that each of the fronts needs.
-    ClusterError if it cannot start.
+    """Have Ray Serve run the front.
+
+    Args:
+        config: Options of the server.
+        placement: Name of the placement.
+        resources: Ray's resources that each front needs.
+        num_fronts: Number of fronts.
+
+    Raises:
+        ClusterError: The front cannot start.
     """
-    if num_fronts > 1:  # those would wait for it without a word
+    if num_fronts > 1:  # else fronts would wait silently for another server's home
         with lock_home(config.directory):
             pass
     try:
         serve.start(proxy_location="HeadOnly", http_options=_http_options(config))
     except SILENT as error:
         raise ClusterError(
-            f"Ray Serve cannot listen at {config.host}:{config.port}: {last_words(str(error))}; "
+            f"Ray Serve cannot listen at {config.host}:{config.port}: {last_error(str(error))}; "
             f"choose another --port "
             "or --host"
         ) from None
     try:
-        front = application(
-            config, placement, resources, num_fronts, most_starts=1
-        )  # somebody reads what is wrong
+        # One start: the caller sees what is wrong, and can try again.
+        front = application(config, placement, resources, num_fronts, max_starts=1)
         serve.run(front, name=APPLICATION, route_prefix="/")
     except SILENT as error:
         reason = front_error() or first_line(error)
-        tell_nothing_served()
+        announce_nothing_served()
         with suppress(Exception):
             serve.delete(APPLICATION)
         raise ClusterError(f"the front cannot start: {reason}") from None
@@ -162,10 +177,16 @@ def application(
     placement: str,
     resources: dict[str, float],
     num_fronts: int,
-    most_starts: int = _MOST_STARTS,
+    max_starts: int = _MAX_STARTS,
 ) -> Any:
-    """The front, for Ray Serve. resources: of Ray's, that each of the fronts needs. most_starts:
-    that may fail before any has succeeded; it is given up then.
+    """Return the front for Ray Serve.
+
+    Args:
+        config: Options of the server.
+        placement: Name of the placement.
+        resources: Ray's resources that each front needs.
+        num_fronts: Number of fronts.
+        max_starts: Starts that may fail before one has succeeded; then the front is given up.
     """
     front = serve.deployment(
         serve.ingress()(FrontApplication),
@@ -178,19 +199,24 @@ def application(
             request_router_class=FrontRouter, request_routing_stats_period_s=_HEALTH_S
         ),
         graceful_shutdown_timeout_s=config.drain_s + STOP_S,
-        max_constructor_retry_count=most_starts,
+        max_constructor_retry_count=max_starts,
     )
     return front.bind(config, placement, num_fronts)
 
 
 def serve_application(arguments: dict[str, Any]) -> Any:
-    """The front, for configuration files of Ray Serve's. arguments: fields of `ServerConfig`,
-    "placement" and "fronts".
+    """Return the front for a configuration file of Ray Serve.
+
+    Args:
+        arguments: Fields of `ServerConfig`, "placement" and "fronts".
+
+    Raises:
+        ClusterError: An argument cannot be used.
     """
-    given = dict(arguments)
-    placement, num_fronts = given.pop("placement", DEFAULT_PLACEMENT), given.pop("fronts", 1)
+    options = dict(arguments)
+    placement, num_fronts = options.pop("placement", DEFAULT_PLACEMENT), options.pop("fronts", 1)
     try:
-        config = ServerConfig(**given)
+        config = ServerConfig(**options)
     except (TypeError, ValueError) as error:
         raise ClusterError(
             f"the arguments of the application {APPLICATION} cannot be used: {error}"
@@ -200,10 +226,10 @@ def serve_application(arguments: dict[str, Any]) -> Any:
 
 
 def front_error() -> str | None:
-    """Why the front does not start, in one line."""
+    """Return in one line why the front does not start; None if Ray Serve gives no reason."""
     with suppress(Exception):
-        found = serve.status().applications[APPLICATION]
-        text = "\n".join([found.message, *(each.message for each in found.deployments.values())])
+        status = serve.status().applications[APPLICATION]
+        text = "\n".join([status.message, *(each.message for each in status.deployments.values())])
         lines = [line.strip() for line in text.splitlines() if "Error: " in line]
         return lines[-1].partition("Error: ")[2] if lines else None
     return None

@@ -1,5 +1,5 @@
-"""What a machine's command waits for when the machine joins a cluster, and when it leaves: by what
-the front says, which may be another front meanwhile.
+"""Waits of a machine's command when the machine joins a cluster, and when it leaves: by what the
+front reports, which may be another front meanwhile.
 """
 
 import time
@@ -9,37 +9,41 @@ from typing import Any, Protocol, TypeVar
 from coserve.errors import ClusterError, FrontSilentError
 
 _POLL_S = 0.5
-# Until a front has read the model, or a node its weights.
+# Time for a front to read the model, or for a node to read its weights.
 START_S = 300.0
-# What checkpoints of nodes' jobs may take.
+# Time for the checkpoints of nodes' jobs.
 MOVE_S = 120.0
 
-_Found = TypeVar("_Found")
+_ServedT = TypeVar("_ServedT")
 
 
 class FrontCalls(Protocol):
-    """The front as commands see it. Each call raises FrontSilentError if none answers now, and
+    """The front as commands see it. Each call raises FrontSilentError if no front answers now, and
     ClusterError if there is none.
     """
 
     def status(self) -> dict[str, Any]:
-        """What `FrontApplication.describe` returns."""
+        """Return `FrontApplication.describe`."""
         ...
 
     def drain(self, names: Sequence[str], limit_s: float) -> None:
-        """Have nodes get nothing more, and their jobs continue on others; ClusterError if they have
-        not within this time.
+        """Drain nodes: they get nothing more, and their jobs continue on others.
+
+        Raises:
+            ClusterError: The jobs have not moved within `limit_s`.
         """
 
 
 def wait_until_served(
-    ask: Callable[[], _Found | None], address: str, limit_s: float = START_S
-) -> _Found:
-    """What is served at an address, as soon as something is. ClusterError if nothing is within this
-    time.
+    ask: Callable[[], _ServedT | None], address: str, limit_s: float = START_S
+) -> _ServedT:
+    """Return what is served at an address, as soon as something is.
+
+    Raises:
+        ClusterError: Nothing is served within `limit_s`.
     """
     until_s = time.monotonic() + limit_s
-    while (found := ask()) is None:
+    while (served := ask()) is None:
         if time.monotonic() >= until_s:
             raise ClusterError(
                 f"the cluster at {address} has served nothing for {limit_s:g} s: see that its "
@@ -48,7 +52,7 @@ def wait_until_served(
                 f"--nodes 0"
             )
         time.sleep(_POLL_S)
-    return found
+    return served
 
 
 def wait_for_nodes(
@@ -58,19 +62,28 @@ def wait_for_nodes(
     is_ended: Callable[[], bool],
     limit_s: float = START_S,
 ) -> int | None:
-    """Until every device of a machine is a node that is ready, or drains already, or it is ended
-    (None); how many nodes of the cluster are ready then. machine: Ray's id (None: all machines,
-    whose nodes that cannot be used are left to them, as long as there are others).
+    """Wait until every device of a machine is a node that is ready, or drains already.
+
+    Args:
+        front: The front.
+        machine: Ray's id of the machine; None: all machines, whose unusable nodes are ignored as
+            long as there are others.
+        num_devices: Returns the number of devices.
+        is_ended: Returns whether to stop waiting.
+        limit_s: Seconds to wait.
+
+    Returns:
+        The number of ready nodes of the cluster; None if the wait was stopped.
 
     Raises:
-        ClusterError: a node cannot be used, or is not ready within this time; there is no front any
-            more.
+        ClusterError: A node cannot be used, or is not ready within this time, or there is no front
+            any more.
     """
     until_s = time.monotonic() + limit_s
     while not is_ended():
         try:
             nodes = front.status()["nodes"]
-        except FrontSilentError as error:  # another one takes over
+        except FrontSilentError as error:  # another front takes over
             left = str(error)
         else:
             own = [each for each in nodes if machine is None or each["machine"] == machine]
@@ -102,47 +115,52 @@ def drain_machines(
     say: Callable[[str], None] = lambda line: None,
     move_s: float = MOVE_S,
 ) -> None:
-    """Machines are about to leave: all their nodes get nothing more, at once, their jobs continue
-    on others, and their requests come to their ends, within the cluster's `--drain`. say: is told
-    what is waited for, and what is cut off.
+    """Drain machines that are about to leave: all their nodes get nothing more, at once, their jobs
+    continue on others, and their requests come to their ends, within the cluster's `--drain`.
+
+    Args:
+        front: The front.
+        machines: Ray's ids of the machines.
+        say: Called with lines on what is waited for, and what is cut off.
+        move_s: Seconds that jobs may take to move.
 
     Raises:
-        ClusterError: jobs have not moved within `move_s`. Requests have been waited for all the
+        ClusterError: Jobs have not moved within `move_s`. Requests have been waited for all the
             same.
     """
     begin_s = time.monotonic()
-    wrong: ClusterError | None = None
+    problem: ClusterError | None = None
     has_said = False
     while True:
         spent_s = time.monotonic() - begin_s
         try:
-            found = front.status()
-            own = [each for each in found["nodes"] if each["machine"] in machines]
-            if wrong is None and any(each["state"] != "draining" or each["jobs"] for each in own):
-                wrong = _move(front, [each["name"] for each in own], move_s - spent_s)
+            state = front.status()
+            own = [each for each in state["nodes"] if each["machine"] in machines]
+            if problem is None and any(each["state"] != "draining" or each["jobs"] for each in own):
+                problem = _move(front, [each["name"] for each in own], move_s - spent_s)
             elif not (num_open := sum(each["requests"] for each in own)):
                 break
-            elif spent_s >= found["drain_s"]:
+            elif spent_s >= state["drain_s"]:
                 say(
-                    f"{_requests(num_open)} not over after {found['drain_s']:g} s: what is left of "
+                    f"{_requests(num_open)} not over after {state['drain_s']:g} s: what is left of "
                     f"them is cut off"
                 )
                 break
             elif not has_said:
                 has_said = True
-                say(f"{_requests(num_open)} waited for, {found['drain_s']:g} s at most")
-        except FrontSilentError as error:  # another one takes over, and is to be told the same
+                say(f"{_requests(num_open)} waited for, {state['drain_s']:g} s at most")
+        except FrontSilentError as error:  # another front takes over, and has to drain them, too
             if spent_s >= move_s:
-                raise wrong or error from None
+                raise problem or error from None
         except ClusterError:  # there is no front any more, and nothing that its nodes do
             break
         time.sleep(_POLL_S)
-    if wrong is not None:
-        raise wrong
+    if problem is not None:
+        raise problem
 
 
 def _move(front: FrontCalls, names: Sequence[str], left_s: float) -> ClusterError | None:
-    """What is wrong, if anything; FrontSilentError."""
+    """Drain nodes, and return the error if jobs have not moved; FrontSilentError is raised."""
     if left_s <= 0:
         return ClusterError(
             f"jobs of {', '.join(names)} have not moved in time: they resume from their checkpoints"

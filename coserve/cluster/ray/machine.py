@@ -15,60 +15,60 @@ import ray
 from ray.exceptions import AuthenticationError, RayError, RpcError
 from ray.experimental.internal_kv import GcsClient, _internal_kv_del, _internal_kv_put
 
-from coserve.cluster.ray.errors import last_words
+from coserve.cluster.ray.errors import last_error
 from coserve.cluster.ray.token import refused
 from coserve.errors import ClusterError
 from coserve.version import VERSION
 
-# Ray's resource: as many of a machine as it has devices for nodes.
+# Ray's resource of which a machine has as many as devices for nodes.
 DEVICE = "coserve_device"
 DEFAULT_PORT = 6379
 RAY_SETTINGS = {
-    # Ray lets its workers have what others leave of the CPU; the front and engines are to have
-    # their share.
+    # Ray lowers the priority of its workers; the front and the engines need their share of CPUs.
     "RAY_worker_niceness": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coserve.cluster.front.lost_front:http_middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
+        "coserve.cluster.front.lost_front:http_middlewares"
+    ),
 }
-# Nodes have drained when a machine leaves: Ray's own waiting would wait for what does not end.
+# Nodes have drained when a machine leaves: Ray would wait for actors that do not end.
 _OWN_SETTINGS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 # Ray's label of the machine that a command has started, among those of the cluster.
 _LABEL = "coserve-machine"
 _CONNECT_S, _START_S = 3.0, 300.0
-# Where the front's words for machines that would join are, in what Ray keeps for a cluster as long
-# as that lives.
+# Key of the front's message to machines that would join, in Ray's store of the cluster.
 _KEY, _NAMESPACE = b"served", b"coserve"
 
 
 class ClusterKeys:
-    """What Ray keeps for the cluster at an address, of ours; this machine need not be one of it.
-    Implements `ClaimStore`.
+    """Keys of this project in Ray's store of the cluster at an address, to which this machine need
+    not belong. Implements `ClaimStore`.
     """
 
     def __init__(self, address: str) -> None:
-        """ClusterError if there is no cluster."""
+        """Connect to the store.
+
+        Raises:
+            ClusterError: There is no cluster.
+        """
         check_address(address)
         self._address = address
         with self._asking():
             self._gcs = GcsClient(address=address)
 
     def keys(self, prefix: bytes) -> list[bytes]:
-        """See `ClaimStore`."""
         with self._asking():
             return list(self._gcs.internal_kv_keys(prefix, _NAMESPACE, timeout=_CONNECT_S))
 
     def get(self, key: bytes) -> bytes | None:
-        """See `ClaimStore`."""
         with self._asking():
-            found: bytes | None = self._gcs.internal_kv_get(key, _NAMESPACE, timeout=_CONNECT_S)
-            return found
+            value: bytes | None = self._gcs.internal_kv_get(key, _NAMESPACE, timeout=_CONNECT_S)
+            return value
 
     def put(self, key: bytes, value: bytes) -> None:
-        """See `ClaimStore`."""
         with self._asking():
             self._gcs.internal_kv_put(key, value, True, _NAMESPACE, timeout=_CONNECT_S)
 
     def add(self, key: bytes, value: bytes) -> bool:
-        """See `ClaimStore`."""
         with self._asking():
             return bool(
                 self._gcs.internal_kv_put(key, value, False, _NAMESPACE, timeout=_CONNECT_S)
@@ -87,18 +87,19 @@ class ClusterKeys:
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Message of a front to machines that would join. version: of coserve. num_ranks: of each
-    node.
-    """
+    """Message of a front to machines that would join."""
 
     model: str
+    """Model that the cluster serves."""
     version: str = VERSION
+    """Version of coserve."""
     num_ranks: int = 1
+    """Number of ranks of each node."""
 
 
-def tell_served(served: Served | None) -> None:
-    """Have `served_at` return it; None: nothing is served. For processes that are connected to the
-    cluster.
+def announce_served(served: Served | None) -> None:
+    """Have `served_at` return this; None: nothing is served. For processes that are connected to
+    the cluster.
     """
     if served is None:
         _internal_kv_del(_KEY, namespace=_NAMESPACE)
@@ -107,30 +108,41 @@ def tell_served(served: Served | None) -> None:
 
 
 def served_at(address: str) -> Served | None:
-    """What the cluster at an address serves; None: nothing yet. This machine need not be one of it,
-    and is not by this. ClusterError if there is no cluster.
+    """Return what the cluster at an address serves; None: nothing yet. This machine does not join
+    it.
+
+    Raises:
+        ClusterError: There is no cluster.
     """
-    found = ClusterKeys(address).get(_KEY)
-    return None if found is None else msgspec.json.decode(found, type=Served)
+    message = ClusterKeys(address).get(_KEY)
+    return None if message is None else msgspec.json.decode(message, type=Served)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One of Ray's. address: of its cluster. id: Ray's; None: this machine is none."""
+    """One of Ray's machines."""
 
     address: str
+    """Address of its cluster."""
     id: str | None
+    """Ray's id; None: this machine does not belong to the cluster."""
 
 
 @contextmanager
 def ray_machine(
     address: str | None, num_devices: int, *, host: str, port: int = DEFAULT_PORT
 ) -> Iterator[Machine]:
-    """Have this machine be one of Ray's while the context lasts: the first of a new cluster, or one
-    that joins. port: of a new cluster.
+    """Have this machine belong to Ray while the context lasts: as the first of a new cluster, or as
+    one that joins.
+
+    Args:
+        address: Address of the cluster to join; None: a new cluster.
+        num_devices: Number of this machine's devices.
+        host: Host at which a new cluster is reached.
+        port: Port of a new cluster.
 
     Raises:
-        ClusterError: there is no cluster at the address, something else listens where a new one
+        ClusterError: There is no cluster at the address, something else listens where a new one
             would, or Ray cannot be started.
     """
     if address is not None:
@@ -185,7 +197,7 @@ def ray_machine(
 
 
 def _check_free(address: str) -> None:
-    """ClusterError if something listens there."""
+    """Raise ClusterError if something listens at an address."""
     try:
         check_address(address)
     except ClusterError:
@@ -198,13 +210,13 @@ def _check_free(address: str) -> None:
 
 
 def _wait_for_ray(process: "subprocess.Popen[str]", address: str, label: str) -> str:
-    """Until the cluster has the machine that this process makes; Ray's id of it."""
+    """Wait until the cluster has the machine that this process makes, and return Ray's id of it."""
     until_s = time.monotonic() + _START_S
     while time.monotonic() < until_s:
         if process.poll() is not None:
             assert process.stderr is not None
             raise ClusterError(
-                f"Ray cannot be started here: {last_words(process.stderr.read()) or 'see its log'}"
+                f"Ray cannot be started here: {last_error(process.stderr.read()) or 'see its log'}"
             )
         with suppress(ClusterError, RayError, RuntimeError):
             check_address(address)
@@ -212,14 +224,14 @@ def _wait_for_ray(process: "subprocess.Popen[str]", address: str, label: str) ->
                 GcsClient(address=address).get_all_node_info(timeout=_CONNECT_S).items()
             ):
                 if node.labels.get(_LABEL) == label:
-                    found: str = id.hex()
-                    return found
+                    machine: str = id.hex()
+                    return machine
         time.sleep(0.2)
     raise ClusterError(f"Ray has not started within {_START_S:g} s")
 
 
 def check_address(address: str) -> None:
-    """ClusterError unless something listens there."""
+    """Raise ClusterError unless something listens at an address."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise ClusterError(

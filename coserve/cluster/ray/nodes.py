@@ -31,29 +31,29 @@ from coserve.errors import ClusterError, CoserveError, EngineGoneError
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "coserve"
-# How often Ray is asked for devices that have joined.
+# Interval at which Ray is asked for devices that have joined.
 _COUNT_S = 2.0
 _CALL_S = 10.0
-# An actor that Ray does not start again, since its own start failed or somebody ended it, is made
-# again after this.
+# An actor that Ray does not restart, since its start failed or somebody ended it, is made again
+# after this.
 _MAKE_AGAIN_S = 10.0
-# Until Ray has forgotten an actor that it was told to end.
+# Time for Ray to forget an actor that it was told to end.
 _END_S, _POLL_S = 10.0, 0.1
 
 
 class RayNode:
-    """An actor, as the front sees it. Implements `NodeCalls`."""
+    """A node's actor as the front sees it. Implements `NodeCalls`."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
     async def describe(self) -> NodeStatus:
-        found: NodeStatus = await self._ask("describe")
-        return found
+        status: NodeStatus = await self._ask("describe")
+        return status
 
-    async def look_at(self, shared: SharedPaths) -> str | None:
-        found: str | None = await self._ask("look_at", shared)
-        return found
+    async def compare_files(self, shared: SharedPaths) -> str | None:
+        difference: str | None = await self._ask("compare_files", shared)
+        return difference
 
     async def attach(self, session: str) -> None:
         await self._ask("attach", session)
@@ -62,8 +62,8 @@ class RayNode:
         await self._ask("send", session, batch)
 
     async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
-        found: NodeReports = await self._ask("reports", session, after, wait_s)
-        return found
+        reports: NodeReports = await self._ask("reports", session, after, wait_s)
+        return reports
 
     async def detach(self, session: str) -> None:
         await self._ask("detach", session)
@@ -82,12 +82,14 @@ class RayNode:
 
 
 class RayNodes:
-    """An actor for each device of the cluster, made as devices join. One whose machine is gone
-    waits for another.
+    """An actor for each device of the cluster, made as devices join. An actor whose machine is gone
+    waits for another device.
     """
 
     def __init__(self, settings: NodeSettings, *, uses_gpu: bool) -> None:
-        """uses_gpu: each rank of a node needs one of Ray's GPUs, if there are any."""
+        """Begin without actors. uses_gpu: each rank of a node needs one of Ray's GPUs, if there are
+        any.
+        """
         self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
         self._engine = settings.engine
         self._found: dict[str, RayNode] = {}
@@ -95,7 +97,11 @@ class RayNodes:
         self._counted_s, self._has_warned = float("-inf"), False
 
     async def find(self) -> dict[str, NodeCalls]:
-        """By name; a `FindNodes`. ClusterError if Ray does not tell."""
+        """Return all nodes by name: a `FindNodes`.
+
+        Raises:
+            ClusterError: Ray does not answer.
+        """
         if time.monotonic() - self._counted_s > _COUNT_S:
             self._counted_s = time.monotonic()
             try:
@@ -107,8 +113,10 @@ class RayNodes:
         return dict(self._found)
 
     async def renew(self, name: str) -> None:
-        """Have another actor in the place of one that was found, with the settings that these nodes
-        have. ClusterError if Ray does not.
+        """Replace a node's actor by one with the settings of these nodes.
+
+        Raises:
+            ClusterError: Ray has not replaced it.
         """
         node = self._found[name]
         try:
@@ -119,7 +127,7 @@ class RayNodes:
     def _make_anew(self, name: str, old: Any) -> Any:
         ray.kill(old)
         until_s = time.monotonic() + _END_S
-        while name in _names():  # else it would be the old one that is found
+        while name in _names():  # else the old actor would be found by this name
             if time.monotonic() > until_s:
                 raise ClusterError(
                     f"the actor with other settings has not ended within {_END_S:g} s"
@@ -128,8 +136,8 @@ class RayNodes:
         return self._make(name)
 
     def _make_missing(self) -> None:
-        found = ray.cluster_resources()
-        num_devices = int(found.get(DEVICE, 0))
+        resources = ray.cluster_resources()
+        num_devices = int(resources.get(DEVICE, 0))
         existing = _names()
         for name in node_names(existing, num_devices):
             if (node := self._found.get(name)) is None:
@@ -138,7 +146,7 @@ class RayNodes:
                 node.actor = self._make(
                     name
                 )  # its home could not be written, say, or somebody has ended it
-        num_gpus, num_cpus = int(found.get("GPU", 0)), int(found.get("CPU", 0))
+        num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
         shortage = self._resources(num_gpus).shortage(
             num_devices, num_gpus=num_gpus, num_cpus=num_cpus
         )
@@ -151,9 +159,9 @@ class RayNodes:
         return node_resources(self._engine, uses_gpus=self._uses_gpu and num_gpus > 0)
 
     def _make(self, name: str) -> Any:
-        """Make an actor; the one of this name, if there is one."""
+        """Make an actor, or return the one of this name."""
         resources = self._resources(int(ray.cluster_resources().get("GPU", 0)))
-        made = ray.remote(NodeActor).options(
+        actor_class = ray.remote(NodeActor).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
@@ -164,31 +172,31 @@ class RayNodes:
             resources={DEVICE: 1},
         )
         self._made_s[name] = time.monotonic()
-        return made.remote(self._settings)
+        return actor_class.remote(self._settings)
 
 
 def ask_nodes() -> list[NodeStatus]:
-    """What nodes that answer say of themselves."""
+    """Return the status of each node that answers."""
     asked = [actor.describe.remote() for actor in node_actors()]
     answered, _ = ray.wait(asked, timeout=_CALL_S, num_returns=len(asked)) if asked else ([], [])
-    found: list[NodeStatus] = []
+    statuses: list[NodeStatus] = []
     for each in answered:
         with suppress(RayError):
-            found.append(ray.get(each))
-    return found
+            statuses.append(ray.get(each))
+    return statuses
 
 
 def node_actors() -> list[Any]:
-    """Of all nodes that there are."""
-    found = []
+    """Return the actors of all nodes."""
+    actors = []
     for name in _names():
         with suppress(ValueError):  # it has just ended
-            found.append(ray.get_actor(name, NAMESPACE))
-    return found
+            actors.append(ray.get_actor(name, NAMESPACE))
+    return actors
 
 
 def _names() -> list[str]:
-    """Of nodes' actors, those that wait for a device among them."""
+    """Return the names of all nodes' actors, those that wait for a device among them."""
     actors = list_named_actors(all_namespaces=True)
     names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
     return sorted(name for name in names if name.startswith(NODE))

@@ -12,7 +12,9 @@ class NodeResources:
     """Ray's resources of an actor."""
 
     num_gpus: int
+    """GPUs of a node."""
     num_cpus: int
+    """CPUs of a node."""
 
     def shortage(self, num_nodes: int, *, num_gpus: int, num_cpus: int) -> str:
         """Return why a cluster with these resources cannot run as many nodes, as one line; "" if it
@@ -37,8 +39,8 @@ def node_resources(settings: EngineSettings, *, uses_gpus: bool) -> NodeResource
     """Return what each node needs.
 
     Args:
-        settings: of its engine.
-        uses_gpus: whether nodes run on GPUs. On CPUs a node of one rank needs none of Ray's, which
+        settings: Settings of the node's engine.
+        uses_gpus: Whether nodes run on GPUs. On CPUs a node of one rank needs none of Ray's, which
             then counts nodes alone.
     """
     num_ranks = settings.engine.tensor_parallel

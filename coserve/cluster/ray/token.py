@@ -1,7 +1,7 @@
 """The token that calls of Ray's processes need: without it, anybody who reaches their ports could
 run code.
 
-Ray reads its settings when it is imported, so this is done first, and imports nothing of it. They
+Ray reads its settings when it is imported, so this is done first, and imports nothing of Ray. They
 are environment variables (https://docs.ray.io/en/latest/ray-security/token-auth.html), which Ray's
 processes inherit.
 """
@@ -21,19 +21,21 @@ _OF_OTHERS = 0o077
 
 
 def token_file() -> Path:
-    """Return where this user's token is: in the home of `$COSERVE_HOME`, or ~/.coserve."""
+    """Return the path of this user's token: in the home of `$COSERVE_HOME`, or ~/.coserve."""
     return home_directory() / TOKEN_FILE
 
 
 def use_token(*, creates: bool) -> None:
-    """Have Ray use a token in this process and in those that it starts: one that Ray's variables
-    name, or else the one in the home. Where Ray's variables turn tokens off, there is none.
+    """Have Ray use a token in this process and in those that it starts: the one that Ray's
+    variables name, or else the one in the home. Where Ray's variables turn tokens off, there is
+    none.
 
-    creates: make one if there is none, for a new cluster; otherwise Ray is used without, as the
-    cluster may have none.
+    Args:
+        creates: Whether to make a token if there is none, for a new cluster; otherwise Ray is used
+            without, since the cluster may have none.
 
     Raises:
-        ClusterError: other users can read the token, or it cannot be read or written.
+        ClusterError: Other users can read the token, or it cannot be read or written.
     """
     if os.environ.get(_MODE, "token").lower() != "token":
         return
@@ -93,8 +95,8 @@ def _create(path: Path) -> None:
 
 
 def _check_is_private(path: Path) -> None:
-    found = path.stat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OF_OTHERS:
+    status = path.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & _OF_OTHERS:
         raise ClusterError(
             f"other users can read or change the token of the cluster: chmod 600 {path}"
         )
