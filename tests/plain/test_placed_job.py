@@ -1,5 +1,6 @@
 """A job's place in a cluster: histories of `apply` and `plan` alone."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -136,3 +137,20 @@ def test_steps_are_kept_as_far_as_a_checkpoint_has_them():
     assert not after(step(8)).is_kept
     assert not after(checkpoint(7), step(8), step(6)).is_kept
     assert after(step(8), checkpoint(8)).is_kept
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_after_any_history_a_job_is_where_it_is_wanted(seed: int):
+    random, state = Random(seed), after()
+    for number in range(40):
+        news = [RUN, REST, MOVE, step(number), checkpoint(number)]
+        if state.is_waiting:
+            news.append(NodeAssigned(NODE))
+        state = apply(state, random.choice(news))
+        state, actions = driven(state, random.choice([NODE, OTHER, None]))
+        if state.is_lost:
+            assert actions[-2:] == ["leave", "forget"] and state.step > state.checkpoint_step
+            return
+        assert state.requested is None
+        assert (state.sent_to is None) == (state.is_waiting or not state.needs_node)
+        assert state.rests or state.needs_node
