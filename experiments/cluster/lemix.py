@@ -34,8 +34,6 @@ from random import Random
 from statistics import mean
 from typing import Any
 
-from coserve.cluster.simulation.simulation import SimulationResult
-
 from coserve.cluster.placement import make_placement
 from coserve.cluster.placement.separate import split
 from coserve.cluster.view import ClusterTask, Latency, NodeProfile, TaskKind

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from math import inf
 from random import Random
 
-from coserve.cluster.simulation.node import ModelledReport
-
 from coserve.adapters.methods.lora import LoraConfig
 from coserve.cluster.view import ClusterTask, NodeProfile, NodeView, Placed
 from coserve.devices.sampling_params import SamplingParams
@@ -78,7 +76,7 @@ class EngineNode:
         return []
 
     def advance(self, now_s: float) -> list[ModelledReport]:
-        reports: list[ModelledReport] = []
+        found: list[ModelledReport] = []
         while self.engine.has_work and self._clock.now() <= now_s:
             begin_s = self._clock.now()
             events = self.engine.step()
@@ -87,10 +85,10 @@ class EngineNode:
                 self._clock.advance(0.001 if self.engine.has_work else 0.0)
             else:
                 self._busy += self._clock.now() - begin_s
-            reports.append(self._said(events))
+            found.append(self._said(events))
         if not self.engine.has_work and self._clock.now() < now_s:
             self._clock.advance(now_s - self._clock.now())
-        return reports
+        return found
 
     def report(self, now_s: float) -> NodeView:
         stats = self.engine.stats()

@@ -15,20 +15,19 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from coserve.cluster.simulation.node import ModelledReport
-
 from coserve.cluster.view import ClusterTask, NodeProfile, NodeView, Placed
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.plan import whole_pack
 from coserve.scheduling.policies.slack import Slack
 from experiments.cluster_simulation.node import ModelledReport, Progress
 
-# Tokens of a pack, and of each sequence in it.
+# Tokens of a pack, and of the sequences in it.
 _PACK_ROWS, _SEQUENCE = 1024, 512
-# Share of a TPOT that a token takes beside prompts and jobs, since `slack` keeps a reserve: the
-# engine's in virtual time.
+# Of a TPOT, what tokens take beside prompts and jobs: `slack` keeps a reserve. As the engine has it
+# in virtual time.
 _PACE = 0.93
-# Share of jobs' steps that have a window in the forward pass; the others go backward: the engine's.
+# Of the steps of jobs, those that have a window in the forward pass; the others go backward. As the
+# engine has it.
 _WINDOW_STEPS = 0.5
 # Beside decoding, a prompt gets at least this share of the time.
 _MIN_PROMPT_SHARE = 0.3
@@ -57,16 +56,6 @@ class FluidNode:
         ttft_s: float = 2.0,
         tpot_s: float = 0.025,
     ) -> None:
-        """Begin without tasks.
-
-        Args:
-            name: Name of the node.
-            profile: Profile that placements see.
-            latency: Latency model of its device.
-            hardware: Kind of device.
-            num_pages: Pages of the pool; 0: any number.
-            ttft_s, tpot_s: SLO of requests that bring none.
-        """
         self.id, self.profile = name, profile
         self._latency, self._hardware, self._tpot_s = latency, hardware, tpot_s
         self._num_pages, self._used = num_pages, 0
@@ -113,15 +102,15 @@ class FluidNode:
         return [ModelledReport(now_s, view=self.report(now_s))]
 
     def advance(self, now_s: float) -> list[ModelledReport]:
-        progress: list[Progress] = []
+        found: list[Progress] = []
         while (at_s := self._next_s) <= now_s:
             self._move(at_s)
-            self._end(at_s, progress)
+            self._end(at_s, found)
             self._start_prompt()
             self._set_speeds()
         self._move(now_s)
         self._set_speeds()
-        return [ModelledReport(now_s, progress, self.report(now_s))]
+        return [ModelledReport(now_s, found, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         self._average(now_s)
@@ -219,17 +208,17 @@ class FluidNode:
             if task.num_output_tokens > 1:
                 heappush(self._decoding, (self._tokens + task.num_output_tokens - 1, task.id, task))
                 self._keys += task.num_tokens + task.num_output_tokens / 2
-                progress.append(Progress(task.id, first_token_s=now_s))
+                found.append(Progress(task.id, first_token_s=now_s))
             else:
                 self._used -= self._pages_of(task)
-                progress.append(Progress(task.id, first_token_s=now_s, end_s=now_s))
+                found.append(Progress(task.id, first_token_s=now_s, end_s=now_s))
         while self._decoding and self._decoding[0][0] <= self._tokens + 1e-6:
             _, _, task = heappop(self._decoding)
             self._keys -= task.num_tokens + task.num_output_tokens / 2
             self._used -= self._pages_of(task)
-            progress.append(Progress(task.id, end_s=now_s))
+            found.append(Progress(task.id, end_s=now_s))
         while self._jobs and self._jobs[0][0] <= self._trained_s + 1e-6:
-            progress.append(Progress(heappop(self._jobs)[1], end_s=now_s))
+            found.append(Progress(heappop(self._jobs)[1], end_s=now_s))
 
     def _pages_of(self, task: ClusterTask) -> int:
         return self.profile.num_pages(task.num_tokens + task.num_output_tokens)

@@ -16,12 +16,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from coserve.cluster.simulation.node import ModelledReport
-
 from coserve.cluster.view import ClusterTask, NodeProfile, NodeView, Placed, PlannedTask
 from experiments.cluster_simulation.node import ModelledReport, Progress
 
-# Window of the recent utilisation, in seconds.
+# What counts as of late, for utilisation.
 _RECENT_S = 1.0
 
 
@@ -74,19 +72,6 @@ class PipelineNode:
         batch_wait_s: float = 0.0,
         offload_s: float = 0.0,
     ) -> None:
-        """Begin without tasks.
-
-        Args:
-            name: Name of the node.
-            profile: Latencies of its passes.
-            hardware: Kind of device.
-            num_stages: Number of stages.
-            training_in_flight: As in `NodeView`.
-            num_pages: Pages of the pool, over all stages; 0: any number.
-            batch_size: C, requests of a batch.
-            batch_wait_s: T_w, time that a batch waits to be full.
-            offload_s: Seconds for copying a page to the host.
-        """
         self.id, self.profile, self.num_stages = name, profile, num_stages
         self._hardware, self._num_pages, self._used = hardware, num_pages, 0
         self._training_in_flight, self._num_training = training_in_flight, 0
@@ -123,17 +108,17 @@ class PipelineNode:
         return [ModelledReport(now_s, view=self.report(now_s))]
 
     def advance(self, now_s: float) -> list[ModelledReport]:
-        progress: list[Progress] = []
+        found: list[Progress] = []
         while (next_s := self.next_s) <= now_s:
             while self._wakes_s and self._wakes_s[0] <= next_s:
                 heappop(self._wakes_s)
             for stage, running in enumerate(self._running):
                 if running is not None and running[0] <= next_s:
                     self._running[stage] = None
-                    progress += self._ended(stage, running[1], running[2], next_s)
+                    found += self._ended(stage, running[1], running[2], next_s)
             self._begin(next_s)
         self._now_s = now_s
-        return [ModelledReport(now_s, progress, self.report(now_s))]
+        return [ModelledReport(now_s, found, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         begin_s, busy_s, before = self._recent

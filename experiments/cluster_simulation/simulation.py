@@ -13,8 +13,6 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from coserve.cluster.simulation.node import ModelledReport
-
 from coserve.cluster.placement.base import PlacementPolicy
 from coserve.cluster.scheduler import RETRY_S, ClusterScheduler
 from coserve.cluster.view import ClusterTask
@@ -102,14 +100,6 @@ class ClusterSimulation:
         on_end: Callable[[TaskOutcome, float], None] | None = None,
         messages_s: float = 0.0,
     ) -> None:
-        """Begin without tasks.
-
-        Args:
-            nodes: The nodes.
-            placement: Decides where tasks go.
-            on_end: Called with each task that has ended, and the time.
-            messages_s: Seconds that reports of nodes take to arrive.
-        """
         self._nodes = {node.id: node for node in nodes}
         self._scheduler = ClusterScheduler(placement)
         self._on_end, self._messages_s = on_end, messages_s
@@ -169,9 +159,9 @@ class ClusterSimulation:
             self._say(self._nodes[decision.node].add(task, decision, now_s))
         self._hear(now_s, ran)
 
-    def _say(self, reports: Iterable[ModelledReport]) -> None:
-        for report in reports:
-            heappush(self._said, (report.at_s + self._messages_s, next(self._numbers), report))
+    def _say(self, said: Iterable[ModelledReport]) -> None:
+        for each in said:
+            heappush(self._said, (each.at_s + self._messages_s, next(self._numbers), each))
 
     def _hear(self, now_s: float, ran: SimulationResult) -> bool:
         """Take the reports that have arrived, and return whether something may be placed because of
@@ -179,12 +169,12 @@ class ClusterSimulation:
         """
         asks = False
         while self._said and self._said[0][0] <= now_s:
-            heard_s, _, report = heappop(self._said)
-            for progress in report.progress:
+            heard_s, _, said = heappop(self._said)
+            for progress in said.progress:
                 asks |= progress.first_token_s is not None
                 self._take(progress, heard_s, ran)
-            if report.view is not None:
-                self._scheduler.report(report.view)
+            if said.view is not None:
+                self._scheduler.report(said.view)
                 asks = True
         return asks
 

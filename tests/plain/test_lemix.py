@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 from cluster_views import PROFILE, make_node, make_task
-from coserve.cluster.simulation.simulation import SimulationResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -35,7 +34,7 @@ from coserve.cluster.view import (
     Waits,
 )
 from experiments.cluster_simulation.pipeline import PipelineNode
-from experiments.cluster_simulation.simulation import ClusterSimulation, Ran
+from experiments.cluster_simulation.simulation import ClusterSimulation, SimulationResult
 
 # A pass of any length: forward 1 s, backward 2 s in each of two stages.
 SIMPLE = replace(PROFILE, forward=Latency(fixed_s=1.0), backward=Latency(fixed_s=2.0))

@@ -143,7 +143,7 @@ def test_steps_are_kept_as_far_as_a_checkpoint_has_them():
 def test_after_any_history_a_job_is_where_it_is_wanted(seed: int):
     random, state = Random(seed), after()
     for number in range(40):
-        news = [RUN, REST, MOVE, step(number), checkpoint(number)]
+        news: list[Event] = [RUN, REST, MOVE, step(number), checkpoint(number)]
         if state.is_waiting:
             news.append(NodeAssigned(NODE))
         state = apply(state, random.choice(news))
