@@ -1,5 +1,5 @@
-"""Runs graphs and programs on tensors. It knows no operator: it looks up, calls, and lets go of
-what nobody reads any more.
+"""Runs graphs and programs on tensors. The walker knows no operator: it looks tensors up, calls,
+and drops what nothing reads any more.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.blocks import in_blocks
+from coserve.graph.fusions import FORWARD_SUMS, GRADIENT_SUMS, SIBLING_FUSIONS
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context, Values
 from coserve.graph.program import Instruction, Program
@@ -17,25 +18,25 @@ from coserve.kernels.low_rank import AdapterRows
 
 
 def run_node(node: Node, values: Values, weights: Values, context: Context) -> dict[str, Tensor]:
-    """Run one node on tensors by name; returns its outputs by name."""
+    """Run one node on tensors by name; return its outputs by name."""
     return run_nodes((node,), values, weights, context)
 
 
 def run_nodes(
     nodes: Sequence[Node], values: Values, weights: Values, context: Context
 ) -> dict[str, Tensor]:
-    """The same for several that may run at once (`Graph.runs`); in blocks of rows, if the context
-    asks for that.
+    """Run nodes that may run at once (`Graph.runs`), in blocks of rows if the context asks for
+    that; return their outputs by name.
     """
-    first, attributes = nodes[0].operator, [node.attribute for node in nodes]
+    first = nodes[0]
 
-    def run(inputs: Sequence[Values]) -> list[dict[str, Tensor]]:
+    def run(inputs: Sequence[Values]) -> Sequence[dict[str, Tensor]]:
         if len(nodes) == 1:
-            return [first.forward(inputs[0], attributes[0], context)]
-        return first.forward_all(list(zip(inputs, attributes, strict=True)), context)
+            return [first.operator.forward(inputs[0], first.attribute, context)]
+        return SIBLING_FUSIONS[first.op].run(inputs, context)
 
     inputs = [_inputs(node, values, weights) for node in nodes]
-    if context.block_rows is None or first.whole:
+    if context.block_rows is None or first.operator.whole:
         found = run(inputs)
     else:
         row_slots = [[slot for slot, name in node.inputs if name not in weights] for node in nodes]
@@ -45,6 +46,19 @@ def run_nodes(
         for node, results in zip(nodes, found, strict=True)
         for slot, name in node.outputs
     }
+
+
+def add_result(node: Node, total: Tensor, inputs: Values, context: Context) -> None:
+    """Run a node with one output and add its result to rows of that shape, in place.
+
+    Args:
+        inputs: by slot; none of them is `total`.
+    """
+    if (add := FORWARD_SUMS.get(node.op)) is not None:
+        add(total, inputs, node.attribute, context)
+        return
+    (result,) = node.operator.forward(inputs, node.attribute, context).values()
+    total += result
 
 
 def _inputs(node: Node, values: Values, weights: Values) -> dict[str, Any]:
@@ -61,10 +75,12 @@ def run_graph(
 ) -> None:
     """Run every node, in place on `values`, which holds the inputs and, at the end, the outputs.
 
-    weights: backbone weights (and parameters, where the graph has any) by name. after: called after
-    each node, to let bypasses add to its output and to save tensors, before anything is let go.
-    instead: asked of nodes that run at once (or of one) whether it ran them itself, with what
-    bypasses add.
+    Args:
+        weights: backbone weights (and parameters, where the graph has any) by name.
+        after: called after each node, before anything is dropped. It lets bypasses add to the
+            node's output and saves tensors.
+        instead: called with nodes that run at once (or one node). Returns whether it ran them
+            itself, with their bypasses.
     """
     for run in graph.runs:
         if instead is not None and instead(run, values):
@@ -89,17 +105,15 @@ def run_graph(
 
 class BackwardRun:
     """One program run backward over one window of rows, or over windows of several owners that
-    stand side by side; it can stop between any two instructions and resume later.
+    stand side by side. It can stop between any two instructions and resume later.
 
     Args:
         values: by tensor name, the window's rows of the saved tensors and constants, and the whole
-            weights and
-        parameters. Of several owners: `JoinedRows`, and `Grouped` parameters.
+            weights and parameters. For several owners: `JoinedRows`, and `Grouped` parameters.
         gradients: gradients of the graph's outputs, by name, for the window's rows.
-        accumulators: for each weight or parameter asked for, the float32 tensor that its gradient
-            is added to; of
-        several owners, `Grouped`: each gets what its own rows give.
-        context: handed to the operators.
+        accumulators: float32 tensors that the gradient of each weight or parameter asked for is
+            added to. For several owners, `Grouped`: each gets what its own rows give.
+        context: passed to the operators.
     """
 
     def __init__(
@@ -130,17 +144,15 @@ class BackwardRun:
 
     @property
     def num_transient_bytes(self) -> int:
-        """Bytes of gradients, and of tensors that were restored or computed again, held between two
-        instructions.
+        """Return the bytes that are held between two instructions: gradients, and tensors that were
+        restored or recomputed.
         """
         held = (*self._values.values(), *self._gradients.values())
         tensors = {tensor.untyped_storage() for tensor in held}
         return sum(storage.nbytes() for storage in tensors)
 
     def advance(self, max_instructions: int | None = None) -> bool:
-        """Run the next instructions (default: all that are left). Returns whether the run is
-        done.
-        """
+        """Run the next instructions (default: all left); return whether the run is done."""
         left = (
             self.num_instructions_left
             if max_instructions is None
@@ -152,7 +164,10 @@ class BackwardRun:
 
     def advance_to_product(self, nodes: Collection[str]) -> str | None:
         """Run all instructions before the next product of one of these nodes with a weight of the
-        backbone; returns the node whose input gradient that is, or None if the run is done.
+        backbone.
+
+        Returns:
+            The node whose input gradient that product is; None if the run is done.
         """
         while not self.done:
             step = self._program.backward[self._next]
@@ -162,7 +177,7 @@ class BackwardRun:
         return None
 
     def gradient(self, tensor: str) -> Tensor:
-        """The finished gradient of a row tensor that was asked for."""
+        """Return the finished gradient of a row tensor that was asked for."""
         assert self.done
         return self._gradients[tensor]
 
@@ -188,8 +203,11 @@ class BackwardRun:
         self._next += 1
 
     def _inputs(self, step: Instruction, apart: Collection[str] = ()) -> dict[str, Any]:
-        """By slot, which the operator may overwrite as it says; apart: slots whose rows need not
-        stand side by side.
+        """Return the tensors that an instruction reads by slot, as copies where the operator
+        overwrites one that is read later.
+
+        Args:
+            apart: slots whose rows need not stand side by side.
         """
         found = {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
         if step.node.operator.overwrites:
@@ -231,13 +249,14 @@ class BackwardRun:
     def _reverse(self, step: Instruction) -> None:
         node, rule = step.node, step.node.operator
         inputs, gradients = self._inputs(step, rule.apart), self._output_gradients(step)
-        added = [
-            slot for slot in step.wanted if slot in rule.sums and self._has_sum(node.input[slot])
-        ]
-        for slot in added:
-            total = self._sum(node.input[slot])
-            rule.vjp_onto(total, slot, inputs, gradients, node.attribute, self._context)
-        wanted = [slot for slot in step.wanted if slot not in added]
+        wanted = list[str]()
+        for slot in step.wanted:
+            add = GRADIENT_SUMS.get((node.op, slot))
+            if add is not None and self._has_sum(node.input[slot]):
+                total = self._sum(node.input[slot])
+                add(total, inputs, gradients, node.attribute, self._context)
+            else:
+                wanted.append(slot)
         results = (
             rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
         )
@@ -245,13 +264,14 @@ class BackwardRun:
             if slot in node.output:
                 self._values[node.output[slot]] = value
             else:
-                self._accumulate(node.input[slot], value, is_new=slot in rule.sums)
+                is_new = (node.op, slot) in GRADIENT_SUMS
+                self._accumulate(node.input[slot], value, is_new=is_new)
 
     # -- several owners -------------------------------------------------------------
 
     def _owners(self, node: Node) -> AdapterRows | None:
-        """Whose rows are whose, if an instruction reads parameters of several adapters or gives
-        their gradients, and its operator knows of one adapter alone.
+        """Return which rows are whose, if an instruction reads parameters of several adapters or
+        gives their gradients, and its operator handles one adapter at a time.
         """
         for slot, name in node.inputs:
             for found in (self._given.get(name), self._accumulators.get(name)):
@@ -260,7 +280,7 @@ class BackwardRun:
         return None
 
     def _own(self, step: Instruction, values: Values, index: int, rows: slice) -> dict[str, Any]:
-        """What of an instruction's tensors, by slot, is one owner's: its rows, and its
+        """Return one owner's part of an instruction's tensors by slot: its rows, and its
         parameters.
         """
         spec, tensor, found = self._program.graph.spec, step.node.tensor, {}
@@ -274,24 +294,22 @@ class BackwardRun:
         return found
 
     def _reverse_each(self, step: Instruction, owners: AdapterRows) -> None:
-        """An instruction on parameters, for one owner after the other."""
+        """Reverse a node that has parameters, for one owner after the other."""
         node, rule = step.node, step.node.operator
         inputs, gradients = self._inputs(step, rule.inputs), self._output_gradients(step)
-        added = [
-            slot
+        totals = {
+            slot: self._row_sum(node.input[slot])
             for slot in step.wanted
-            if slot in rule.sums and node.input[slot] in self._gradients
-        ]
-        totals = {slot: self._row_sum(node.input[slot]) for slot in added}
-        wanted = [slot for slot in step.wanted if slot not in added]
+            if (node.op, slot) in GRADIENT_SUMS and node.input[slot] in self._gradients
+        }
+        wanted = [slot for slot in step.wanted if slot not in totals]
         parts: dict[str, list[Tensor]] = {}
         for index, rows in enumerate(owners.slices):
             own_inputs = self._own(step, inputs, index, rows)
             own_gradients = {slot: gradient[rows] for slot, gradient in gradients.items()}
             for slot, total in totals.items():
-                rule.vjp_onto(
-                    total[rows], slot, own_inputs, own_gradients, node.attribute, self._context
-                )
+                add = GRADIENT_SUMS[node.op, slot]
+                add(total[rows], own_inputs, own_gradients, node.attribute, self._context)
             results = (
                 rule.vjp(wanted, own_inputs, own_gradients, node.attribute, self._context)
                 if wanted
@@ -313,7 +331,11 @@ class BackwardRun:
     # -- sums -----------------------------------------------------------------------
 
     def _accumulate(self, tensor: str, gradient: Tensor, *, is_new: bool) -> None:
-        """is_new: whether nobody else has this gradient."""
+        """Add a gradient to the accumulator or to the gradient so far.
+
+        Args:
+            is_new: whether nothing else holds this tensor, so that it may be added to in place.
+        """
         accumulator = self._accumulators.get(tensor)
         if accumulator is not None:
             assert isinstance(accumulator, Tensor), "gradients of several owners are kept apart"
@@ -327,17 +349,17 @@ class BackwardRun:
                 self._sums.add(tensor)
 
     def _has_sum(self, tensor: str) -> bool:
-        """Whether there is something that its gradient can be added to."""
+        """Return whether there is a sum that a tensor's gradient can be added to."""
         return tensor in self._gradients or tensor in self._accumulators
 
     def _sum(self, tensor: str) -> Factor:
-        """What its gradient is added to in place: the accumulator of a parameter, or the gradient
-        so far.
+        """Return the sum that a tensor's gradient is added to in place: the accumulator of a
+        parameter, or the gradient so far.
         """
         return self._accumulators[tensor] if tensor in self._accumulators else self._row_sum(tensor)
 
     def _row_sum(self, tensor: str) -> Tensor:
-        """The gradient so far, to be added to in place."""
+        """Return the gradient so far, to be added to in place."""
         if tensor not in self._sums:
             self._gradients[tensor] = self._gradients[tensor].clone()
             self._sums.add(tensor)
@@ -345,8 +367,8 @@ class BackwardRun:
 
 
 def _is_product(step: Instruction, graph: Graph) -> bool:
-    """Whether it is the input gradient of a product with a weight of the backbone, and nothing
-    else.
+    """Return whether an instruction is the input gradient of a product with a weight of the
+    backbone, and nothing else.
     """
     if step.kind != "reverse" or step.wanted != ("x",) or not step.node.operator.joins_rows:
         return False
@@ -354,9 +376,10 @@ def _is_product(step: Instruction, graph: Graph) -> bool:
 
 
 def run_together(runs: Sequence[BackwardRun], graph: Graph) -> None:
-    """Finish runs of different programs that add bypasses to one graph of the backbone: each runs
-    its own instructions, but a product with a weight of the backbone takes the rows of all that
-    have it.
+    """Finish runs of different programs that add bypasses to one graph of the backbone.
+
+    Each runs its own instructions, but a product with a weight of the backbone takes the rows of
+    all runs that have it.
     """
     place = {node.name: index for index, node in enumerate(graph.nodes)}
     waiting: dict[BackwardRun, str | None] = {run: run.advance_to_product(place) for run in runs}
@@ -370,7 +393,7 @@ def run_together(runs: Sequence[BackwardRun], graph: Graph) -> None:
 
 
 def _multiply(runs: Sequence[BackwardRun]) -> None:
-    """The next instruction of each, a product with the same weight, as one."""
+    """Run the next instruction of each run, a product with the same weight, as one product."""
     if len(runs) == 1:
         runs[0].advance(1)
         return

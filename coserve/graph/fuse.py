@@ -1,98 +1,31 @@
-"""Fusion: neighbouring operators of a graph that one kernel computes become one operator.
+"""Fusion: nodes of a graph, or instructions of a backward pass, that become one.
 
-`FUSIONS` is the table of what can be fused. A row is a pattern of operators and the operator that
-replaces it; a backend lists the operators that it has kernels for (`Backend.fused`), and only rows
-of these apply. A fused operator (`operators/fused.py`) also says what it was made of, which runs
-for tensors that the kernel is not for.
-
-A new fast path is a row, its operator, and a kernel.
+`graph/fusions.py` is the table of what can be fused. A backend lists the fused operators that it
+has kernels for (`Backend.fused`), and only rows of these apply. A fused operator
+(`operators/fused.py`) runs what it was made of where the kernel is not for its tensors.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
+from coserve.graph.fusions import (
+    FUSIONS,
+    GRADIENT_FUSIONS,
+    LOSS_FUSIONS,
+    SIBLING_FUSIONS,
+    Fusion,
+    Pattern,
+)
 from coserve.graph.ir import Graph, Node
 from coserve.graph.tensors import TensorSpec
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A node to look for, and the nodes that make what it reads."""
-
-    ops: tuple[str, ...]
-    """Operators that the node may have."""
-    inputs: Mapping[str, "str | Pattern"]
-    """By slot: the slot in which the fused operator takes that tensor, or the node that makes it,
-    which no other node may read. A name that occurs twice stands for one tensor."""
-    output: str = ""
-    """The fused operator's output slot for what this node makes, where that is kept; "": it must
-    not be kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fusion:
-    """A row of the table."""
-
-    fused: str
-    """Name of the operator that replaces the nodes."""
-    pattern: Pattern
-
-
-def _half(name: str) -> Pattern:
-    """A factor of a gated unit."""
-    slots = {slot: f"{name}_{slot}" for slot in ("weight", "bias", "narrow", "factor")}
-    return Pattern(("linear", "linear_and_low_rank"), {"x": "x", **slots}, output=name)
-
-
-_LINEAR = Pattern(("linear",), {"x": "x", "weight": "weight", "bias": "bias"})
-_LOW_RANK = Pattern(("low_rank",), {"x": "narrow", "weight": "factor"})
-# A row may be made of what the rows before it gave.
-FUSIONS = (
-    Fusion(fused="linear_and_low_rank", pattern=Pattern(("add",), {"a": _LINEAR, "b": _LOW_RANK})),
-    Fusion(fused="linear_onto", pattern=Pattern(("add",), {"a": "onto", "b": _LINEAR})),
-    Fusion(fused="linear_onto", pattern=Pattern(("add",), {"a": _LINEAR, "b": "onto"})),
-    Fusion(
-        fused="gated_linear",
-        pattern=Pattern(("silu_mul",), {"gate": _half("gate"), "up": _half("up")}),
-    ),
-)
-# Operators that neighbours which run at once (`Graph.runs`) have in common if one of them has it:
-# without its optional inputs, each is the other.
-_GENERAL = {"linear": "linear_and_low_rank"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientFusion:
-    """A row for backward passes: two nodes that read the same rows x, and of which the gradients of
-    x are one.
-    """
-
-    fused: str
-    """Name of the operator that does what both nodes do."""
-    first: str
-    """Operator of the node that is reversed first."""
-    slots: Mapping[str, str]
-    """Names of the first node's slots in the fused operator, which has those of the other node as
-    they are."""
-    then: str
-    """Operator of the node that is reversed right after."""
-
-
-GRADIENT_FUSIONS = (
-    GradientFusion(
-        fused="linear_beside_low_rank",
-        first="low_rank",
-        slots={"weight": "factor", "y": "narrow"},
-        then="linear",
-    ),
-)
-
-
 def beside(first: Node, then: Node, operators: Collection[str]) -> Node | None:
-    """Return the node that gives the gradient of x of two that are reversed one right after the
-    other; None where no row is for them.
+    """Return the node that gives the gradient of x for two nodes that are reversed one right after
+    the other; None where no row is for them.
 
     Args:
         operators: fused operators that may be used.
@@ -125,117 +58,142 @@ def fuse(
 
     Args:
         operators: fused operators that may be used.
-        kept: tensors that are read by others than the graph's nodes.
-        rooms: those of them that a kernel may write to where they are kept, which is given as
-            `room_name`.
+        kept: tensors that others read, beside the graph's nodes.
+        rooms: those of them that a kernel may write to where they are kept. It reads that place as
+            the constant `room_name`.
     """
     rows = [row for row in FUSIONS if row.fused in operators]
-    if not rows:
-        return graph
+    return _fused(graph, rows, kept, rooms) if rows else graph
+
+
+def fuse_loss(graph: Graph) -> Graph:
+    """Return a head's graph whose last product and loss are one operator, if nothing else reads the
+    logits.
+    """
+    return _fused(graph, LOSS_FUSIONS)
+
+
+def _fused(
+    graph: Graph,
+    rows: Sequence[Fusion],
+    kept: Collection[str] = (),
+    rooms: Collection[str] = (),
+) -> Graph:
+    # Nodes are visited in execution order, so a row also matches what earlier rows replaced.
     readers = Counter(name for node in graph.nodes for name in node.input.values())
     single = {name for name, count in readers.items() if count == 1} - set(graph.outputs)
     nodes: dict[str, Node] = {}
     producer: dict[str, Node] = {}
-    found_rooms = list[TensorSpec]()
+    constants = list[TensorSpec]()
     for node in graph.nodes:
         for row in rows:
-            found = _Match(producer, single.difference(kept), single.intersection(rooms))
-            if found.is_at(node, row.pattern):
-                for inner in found.inside:
+            match = _Match(producer, single.difference(kept), single.intersection(rooms))
+            if match.is_at(node, row.pattern):
+                for inner in match.inside:
                     del nodes[inner.name]
-                found_rooms += [
-                    replace(graph.spec[name], name=room_name(name))
-                    for name in found.outputs.values()
+                constants += [
+                    replace(graph.spec[name], name=room_name(name), kind="constant")
+                    for name in match.rooms.values()
                 ]
-                node = found.fused(node, row.fused)
+                node = match.fused(node, row.fused)
                 break
         nodes[node.name] = node
         producer.update(dict.fromkeys(node.output.values(), node))
-    made = {name for node in nodes.values() for name in node.output.values()}
-    gone = {name for node in graph.nodes for name in node.output.values()} - made
+    computed = {name for node in nodes.values() for name in node.output.values()}
+    gone = {name for node in graph.nodes for name in node.output.values()} - computed
     tensors = [tensor for tensor in graph.tensors if tensor.name not in gone]
-    tensors += [replace(room, kind="constant") for room in found_rooms]
     return _with_general(
-        Graph(tensors=tuple(tensors), nodes=tuple(nodes.values()), outputs=graph.outputs)
+        Graph(tensors=(*tensors, *constants), nodes=tuple(nodes.values()), outputs=graph.outputs)
     )
 
 
 def room_name(tensor: str) -> str:
-    """Return the name by which a fused operator reads where a tensor is to be written."""
+    """Return the name by which a fused operator reads the place where it writes a tensor."""
     return f"{tensor}.room"
 
 
 class _Match:
-    """A pattern that is being held against a graph."""
+    """A pattern that is being compared with a graph.
+
+    Args:
+        producer: the node that makes each tensor.
+        free: tensors that one node reads and nothing keeps.
+        rooms: tensors that one node reads, and that a kernel may write to where they are kept.
+    """
 
     def __init__(
         self, producer: Mapping[str, Node], free: Collection[str], rooms: Collection[str]
     ) -> None:
-        """producer: of each tensor. free: tensors that one node reads and nobody keeps; rooms: that
-        are kept, too.
-        """
-        self._producer, self._free, self._rooms = producer, free, rooms
-        self.inputs: dict[str, str] = {}
-        """Tensors by slot of the fused operator."""
-        self.outputs: dict[str, str] = {}
-        """Tensors within the pattern that are kept, by slot of the fused operator."""
+        self._producer, self._free, self._may_have_room = producer, free, rooms
+        self._inputs: dict[str, str] = {}
+        self._outputs: dict[str, str] = {}
+        self._attributes: dict[str, Any] = {}
+        self.rooms: dict[str, str] = {}
+        """Tensors within the pattern that are kept, by the fused operator's output slot."""
         self.inside: list[Node] = []
         """The nodes that are replaced, but for the last."""
 
     def is_at(self, node: Node, pattern: Pattern) -> bool:
-        """Return whether a node, and those before it, are what the pattern says."""
-        if (
-            node.op not in pattern.ops
-            or node.attributes
-            or not node.input.keys() <= pattern.inputs.keys()
-        ):
+        """Return whether a node, and those before it, match the pattern."""
+        if node.op not in pattern.ops or not node.input.keys() <= pattern.inputs.keys():
+            return False
+        if pattern.attributes is not None:
+            self._attributes |= {name: node.attribute[name] for name in pattern.attributes}
+        elif node.attributes:
             return False
         return all(self._takes(name, pattern.inputs[slot]) for slot, name in node.inputs)
 
     def _takes(self, name: str, wanted: str | Pattern) -> bool:
         if isinstance(wanted, str):
-            return self.inputs.setdefault(wanted, name) == name
+            return self._inputs.setdefault(wanted, name) == name
         if (made_by := self._producer.get(name)) is None:
             return False
-        if name in self._rooms and wanted.output:
-            self.outputs[wanted.output] = name
+        # A tensor that is kept can only be fused away if the kernel writes it to where it is kept.
+        if wanted.output and not wanted.is_output and name in self._may_have_room:
+            self.rooms[wanted.output] = name
         elif name not in self._free:
             return False
+        if wanted.is_output:
+            self._outputs[wanted.output] = name
         self.inside.append(made_by)
         return self.is_at(made_by, wanted)
 
     def fused(self, last: Node, op: str) -> Node:
-        """Return the node that replaces those that were found."""
-        rooms = {f"{slot}_room": room_name(name) for slot, name in self.outputs.items()}
-        inputs, outputs = (
-            (*self.inputs.items(), *rooms.items()),
-            (*last.outputs, *self.outputs.items()),
+        """Return the node that replaces those that match."""
+        rooms = {f"{slot}_room": room_name(name) for slot, name in self.rooms.items()}
+        return Node(
+            name=last.name,
+            op=op,
+            inputs=(*self._inputs.items(), *rooms.items()),
+            outputs=(*last.outputs, *self.rooms.items(), *self._outputs.items()),
+            attributes=tuple(self._attributes.items()),
         )
-        return Node(name=last.name, op=op, inputs=inputs, outputs=outputs)
 
 
 def _with_general(graph: Graph) -> Graph:
-    """Have neighbours that read the same rows run at once although one of them is fused and another
-    is not.
+    """Give neighbours that read the same rows one operator, although only some of them are fused.
+
+    They can then run at once (`Graph.runs`).
     """
     nodes = list(graph.nodes)
-    for first, last in _neighbours(nodes):
+    for first, last in _siblings(nodes):
         ops = {node.op for node in nodes[first:last]}
         if len(ops) > 1:
             nodes[first:last] = [
-                replace(node, op=_GENERAL.get(node.op, node.op)) for node in nodes[first:last]
+                replace(node, op=SIBLING_FUSIONS[node.op].general) for node in nodes[first:last]
             ]
     return replace(graph, nodes=tuple(nodes))
 
 
-def _neighbours(nodes: Sequence[Node]) -> Iterator[tuple[int, int]]:
-    """The places of neighbours that may have one operator in common and read the same rows."""
+def _siblings(nodes: Sequence[Node]) -> Iterator[tuple[int, int]]:
+    """Yield the places of neighbours that may have one operator and read the same rows."""
 
     def kind(place: int) -> tuple[str, str]:
         node = nodes[place]
-        general = _GENERAL.get(node.op, node.op)
-        return (general, node.input["x"]) if general in _GENERAL.values() else ("", node.name)
+        if (row := SIBLING_FUSIONS.get(node.op)) is None:
+            return "", node.name
+        return row.general, node.input[row.shared]
 
     for _, places in groupby(range(len(nodes)), key=kind):
-        found = list(places)
-        yield found[0], found[-1] + 1
+        first, *others = places
+        yield first, (others[-1] if others else first) + 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from coserve.errors import GraphError
+from coserve.graph.fusions import SIBLING_FUSIONS
 from coserve.graph.operators import operator
 from coserve.graph.operators.base import Cost, Load, Operator
 from coserve.graph.tensors import Kind, TensorSpec
@@ -18,15 +19,18 @@ from coserve.graph.tensors import Kind, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One application of an operator; `inputs` and `outputs` pair the operator's slots with tensor
-    names.
-    """
+    """One application of an operator."""
 
     name: str
+    """Name within the graph; in a model's graph, that of the module in transformers."""
     op: str
+    """Name of the operator."""
     inputs: tuple[tuple[str, str], ...]
+    """Pairs of an input slot and a tensor's name."""
     outputs: tuple[tuple[str, str], ...]
+    """Pairs of an output slot and a tensor's name."""
     attributes: tuple[tuple[str, Any], ...] = ()
+    """Pairs of an attribute's name and value."""
 
     @cached_property
     def operator(self) -> Operator:
@@ -34,17 +38,17 @@ class Node:
 
     @cached_property
     def input(self) -> dict[str, str]:
-        """Slot -> tensor name."""
+        """Return the input tensors' names by slot."""
         return dict(self.inputs)
 
     @cached_property
     def output(self) -> dict[str, str]:
-        """Slot -> tensor name."""
+        """Return the output tensors' names by slot."""
         return dict(self.outputs)
 
     @cached_property
     def tensor(self) -> dict[str, str]:
-        """Slot -> tensor name, of inputs and outputs together."""
+        """Return the names of input and output tensors by slot."""
         return self.input | self.output
 
     @cached_property
@@ -54,13 +58,17 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes in execution order over declared tensors. Checked when created: names are unique,
-    inputs exist before they are read.
+    """Nodes in execution order over declared tensors.
+
+    Checked when created: names are unique, and every tensor exists before it is read.
     """
 
     tensors: tuple[TensorSpec, ...]
+    """All tensors: inputs, weights and what the nodes make."""
     nodes: tuple[Node, ...]
+    """The nodes in execution order."""
     outputs: tuple[str, ...]
+    """Names of the tensors that a run returns."""
 
     def __post_init__(self) -> None:
         if len(self.spec) != len(self.tensors) or len({node.name for node in self.nodes}) != len(
@@ -80,39 +88,39 @@ class Graph:
 
     @cached_property
     def spec(self) -> dict[str, TensorSpec]:
-        """Every tensor by name."""
+        """Return every tensor by name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
     def node(self) -> dict[str, Node]:
-        """Every node by name."""
+        """Return every node by name."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def producer(self) -> dict[str, Node]:
-        """Tensor name -> the node that makes it; graph inputs are absent."""
+        """Return, by tensor name, the node that makes it; graph inputs are absent."""
         return {name: node for node in self.nodes for name in node.output.values()}
 
     @cached_property
     def kv_tensors(self) -> tuple[str, ...]:
-        """Row tensors that some operator reads beyond the window it runs on (K and V): later
-        windows need them kept.
+        """Return the row tensors that an operator reads beyond the window it runs on (K and V).
+        They are kept for later windows.
         """
         names = (node.input[slot] for node in self.nodes for slot in node.operator.whole)
         return tuple(dict.fromkeys(names))
 
     @cached_property
     def lead_tensors(self) -> tuple[str, ...]:
-        """Row tensors of which a VJP reads rows before its window: of these, what is saved of all
-        rows is read.
+        """Return the row tensors of which a VJP reads rows before its window. It reads what is
+        saved of all rows.
         """
         names = (node.input[slot] for node in self.nodes for slot in node.operator.lead)
         return tuple(dict.fromkeys(names))
 
     @cached_property
     def state_size(self) -> int:
-        """Elements (float32) of what a sequence carries from row to row; one operator at most has
-        such a state.
+        """Return the number of float32 elements that a sequence carries from row to row. At most
+        one operator has such a state.
         """
         sizes = [size for node in self.nodes if (size := node.operator.state_size(node.attribute))]
         assert len(sizes) <= 1, "a block carries one state"
@@ -120,18 +128,12 @@ class Graph:
 
     @cached_property
     def runs(self) -> tuple[tuple[Node, ...], ...]:
-        """The nodes in order; neighbours of one operator that may run at once (see
-        `Operator.shared`) together.
+        """Return the nodes in order, in runs: neighbours that run at once (`SIBLING_FUSIONS`) share
+        one.
         """
         runs: list[list[Node]] = []
         for node in self.nodes:
-            slot = node.operator.shared
-            if (
-                slot
-                and runs
-                and runs[-1][0].op == node.op
-                and runs[-1][0].input[slot] == node.input[slot]
-            ):
+            if runs and _are_siblings(runs[-1][0], node):
                 runs[-1].append(node)
             else:
                 runs.append([node])
@@ -139,15 +141,15 @@ class Graph:
 
     @cached_property
     def rewritten(self) -> dict[Hashable, Any]:
-        """What this graph was rewritten to, by what it was rewritten for: a memory of those who do
-        it every step.
+        """Return a cache of this graph's rewritten forms, by what they were rewritten for, for
+        callers that need one in every step.
         """
         return {}
 
     @cached_property
     def frees(self) -> dict[str, tuple[str, ...]]:
-        """Node -> the row tensors that it is the last one to read (or makes for nobody): a forward
-        pass lets them go there.
+        """Return, by node, the row tensors that no later node reads. A forward pass drops them
+        there.
         """
         last = {
             name: node.name
@@ -164,21 +166,28 @@ class Graph:
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
 
     def slot_specs(self, node: Node) -> dict[str, TensorSpec]:
-        """The tensors of a node by slot."""
+        """Return the tensors of a node by slot."""
         return {slot: self.spec[name] for slot, name in node.tensor.items()}
 
     def node_cost(self, node: Node, load: Load) -> Cost:
-        """Cost of one forward execution of a node."""
+        """Return the cost of one forward execution of a node."""
         return node.operator.cost(self.slot_specs(node), node.attribute, load)
 
     def cost(self, load: Load) -> Cost:
-        """Cost of all nodes."""
+        """Return the cost of all nodes."""
         return sum((self.node_cost(node, load) for node in self.nodes), Cost())
 
 
+def _are_siblings(one: Node, other: Node) -> bool:
+    row = SIBLING_FUSIONS.get(one.op)
+    if row is None or one.op != other.op:
+        return False
+    return one.input[row.shared] == other.input[row.shared]
+
+
 class GraphBuilder:
-    """Writes a graph down, one node at a time; a node with one output names that tensor after
-    itself.
+    """A graph under construction, one node at a time. A node with one output names that tensor
+    after itself.
     """
 
     def __init__(self, *tensors: TensorSpec, nodes: Iterable[Node] = ()) -> None:
@@ -202,8 +211,8 @@ class GraphBuilder:
         return self._declare(TensorSpec(name=name, shape=shape, kind="parameter"))
 
     def derived(self, name: str, *shape: int) -> str:
-        """Declare a tensor of this whole shape that follows from an adapter's parameters and the
-        backbone's weights.
+        """Declare a tensor of this whole shape that is computed from an adapter's parameters and
+        the backbone's weights.
         """
         return self._declare(TensorSpec(name=name, shape=shape, kind="derived"))
 
@@ -214,8 +223,16 @@ class GraphBuilder:
         return tensor.name
 
     def apply(self, op: str, name: str, inputs: Mapping[str, str | None], **attributes: Any) -> str:
-        """Add a node; inputs pairs slots with tensor names (None: the optional slot stays empty).
-        Returns the first output's name.
+        """Add a node and return the name of its first output.
+
+        Args:
+            op: name of the operator.
+            name: name of the node.
+            inputs: names of the input tensors by slot; None: the optional slot stays empty.
+            attributes: the node's attributes.
+
+        Raises:
+            GraphError: the operator does not have these slots, or another one has to be filled.
         """
         rule = operator(op)
         given = {slot: tensor for slot, tensor in inputs.items() if tensor is not None}
@@ -247,14 +264,17 @@ class GraphBuilder:
         return outputs[rule.outputs[0]]
 
     def linear(self, name: str, x: str, out_features: int, *, bias: bool = False) -> str:
-        """y = x W^T (+ b), with weights `name.weight` [out, in] and `name.bias` [out]."""
+        """Add y = x W^T (+ b), with weights `name.weight` [out, in] and `name.bias` [out]."""
         weight = self.weight(f"{name}.weight", out_features, self._tensors[x].shape[-1])
         offset = self.weight(f"{name}.bias", out_features) if bias else None
         return self.apply("linear", name, {"x": x, "weight": weight, "bias": offset})
 
     def split(self, x: str, widths: Mapping[str, int], *, groups: int = 1) -> list[str]:
-        """The parts of a fused projection, by the names of their nodes: x is `groups` runs of
-        columns, and each run has all parts, one after another, of these widths.
+        """Split a fused projection x into parts, and return their names.
+
+        Args:
+            x: `groups` runs of columns, each of which has all parts one after another.
+            widths: columns of each part in a run, by the name of its node.
         """
         of, start, parts = sum(widths.values()), 0, []
         if self.width(x) != groups * of:
@@ -269,18 +289,20 @@ class GraphBuilder:
         return parts
 
     def width(self, x: str) -> int:
-        """Features of a row."""
+        """Return the number of features of a row."""
         return self._tensors[x].shape[-1]
 
     def build(self, *outputs: str) -> Graph:
-        """The finished graph."""
+        """Return the finished graph."""
         return Graph(
             tensors=tuple(self._tensors.values()), nodes=tuple(self._nodes), outputs=outputs
         )
 
 
 def renamed(node: Node, names: Mapping[str, str], *, prefix: str = "") -> Node:
-    """The node with its tensors renamed by the mapping (others stay) and its own name prefixed."""
+    """Return the node with its tensors renamed by the mapping (others stay) and its own name
+    prefixed.
+    """
     return replace(
         node,
         name=prefix + node.name,

@@ -1,14 +1,14 @@
-"""Weights of linear layers: dense, several in one piece, quantised. Who reads one never asks which
-it is.
+"""Weights of linear layers: dense, several in one piece, quantised. Callers never branch on the
+storage class.
 
-A weight is [out, in] and multiplies rows [n, in]; that of experts is [experts, out, in]. It knows
-how it is stored; how fast that is multiplied is the backend's business, so each class asks the
-backend for the products of its own storage. Another kind of storage is one class more, with a
-`format` by which it is asked for.
+A weight is [out, in] and multiplies rows [n, in]; that of experts is [experts, out, in]. Each class
+asks the backend for the products of its own storage; how fast these are is up to the backend.
+Another kind of storage is one more class, with a `format` by which users ask for it.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import is_
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
 
 
 class Weight(ABC):
-    """A matrix [out, in] of a linear layer, or those of experts [experts, out, in].
-
-    format: what `--weights` calls this storage; "" for what is only made of other weights.
-    """
+    """A matrix [out, in] of a linear layer, or those of experts [experts, out, in]."""
 
     format: ClassVar[str] = ""
+    """Name of this storage for `--weights`; "": users cannot ask for it."""
     scales_rows: ClassVar[bool] = False
-    """Whether what is stored of an element depends on the other elements of its row."""
+    """Whether the stored form of an element depends on the other elements of its row."""
 
     @classmethod
     def from_dense(cls, weight: Tensor) -> "Weight":
-        """A float weight, stored so."""
+        """Return a float weight in this storage."""
         raise AssertionError(f"{cls.__name__} is not asked for by name")
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """(out, in), after the number of experts if it is of those."""
+        """Return (out, in), after the number of experts if it is a weight of experts."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds; their bytes are what a product reads."""
+        """Return the stored tensors; their bytes are what a product reads."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The matrix itself, in the compute dtype (of a quantised weight: dequantised)."""
+        """Return the matrix in the compute dtype (of a quantised weight: dequantised)."""
 
     @abstractmethod
     def product(self, backend: "Backend", x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + b; x [n, in], bias [out] -> [n, out]."""
+        """Return x W^T + b; x [n, in], bias [out] -> [n, out]."""
 
     @abstractmethod
     def input_gradient(
         self, backend: "Backend", grad: Tensor, onto: Tensor | None = None
     ) -> Tensor:
-        """dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
+        """Return dx = dy W; grad [n, out] -> [n, in], added to `onto` in place if that is given."""
 
     def grouped_product(self, backend: "Backend", x: Tensor, ends: Tensor) -> Tensor:
-        """Of experts: each group of rows with its own matrix; see `Backend.grouped_product`."""
+        """Return the product of each group of rows with the matrix of its own expert; see
+        `Backend.grouped_product`.
+        """
         return backend.grouped_product(x, self.dense(), ends)
 
     def grouped_input_gradient(self, backend: "Backend", grad: Tensor, ends: Tensor) -> Tensor:
-        """Of experts: dx = dy W of each group; grad [m, out] -> [m, in]."""
+        """Return dx = dy W of each expert's group; grad [m, out] -> [m, in]."""
         return backend.grouped_product(grad, self.dense().mT, ends)
 
     @abstractmethod
@@ -73,32 +73,22 @@ class Weight(ABC):
 
     @abstractmethod
     def joined(self, others: Sequence["Weight"]) -> tuple["Weight", list["Weight"]]:
-        """With others of its class as one weight, row after row; and views of that, one for
-        each.
+        """Join with others of this class.
+
+        Returns:
+            One weight, row after row, and a view of it for each of the weights.
         """
 
     @property
     def max_rounding(self) -> float:
-        """How far an element may be from the one that was loaded, beside the rounding to the
+        """Return how far an element may be from the one that was loaded, beside the rounding to the
         compute dtype.
         """
         return 0.0
 
-    def products(
-        self,
-        backend: "Backend",
-        x: Tensor,
-        weights: Sequence["Weight"],
-        biases: Sequence[Tensor | None],
-    ) -> Sequence[Tensor]:
-        """`product` of the same rows with several weights, of which this is the first."""
-        return [
-            weight.product(backend, x, bias) for weight, bias in zip(weights, biases, strict=True)
-        ]
-
 
 class DenseWeight(Weight):
-    """A float tensor, row after row: every product reads it so."""
+    """A float tensor, row after row, as every product reads it."""
 
     format = "dense"
 
@@ -138,22 +128,28 @@ class DenseWeight(Weight):
 
 
 class Int8Weight(Weight):
-    """Whole numbers from -127 to 127 and one scale per output channel: W[i, j] = values[i, j] *
-    scales[i]; of experts, of each.
+    """Whole numbers from -127 to 127 and one scale per output channel (of each expert): W[i, j] =
+    values[i, j] * scales[i].
 
     Weight-only: rows stay in the compute dtype, and sums are float32.
+
+    Args:
+        values: int8 [..., out, in].
+        scales: float32 [..., out].
+        dtype: the compute dtype.
     """
 
     format = "int8"
     scales_rows = True
 
     def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """values int8 [..., out, in], scales float32 [..., out]; dtype: the compute dtype."""
         self.values, self.scales, self._dtype = values, scales, dtype
 
     @classmethod
     def quantised(cls, weight: Tensor) -> "Int8Weight":
-        """The nearest of a float weight: symmetric, a channel's largest magnitude becomes 127."""
+        """Return the nearest to a float weight: symmetric, a channel's largest magnitude becomes
+        127.
+        """
         if weight.ndim > 2:  # one expert after the other, so that little is in float32 at a time
             parts = zip(*(cls.quantised(one).tensors() for one in weight), strict=True)
             values, scales = (torch.stack(each) for each in parts)
@@ -214,11 +210,11 @@ class Int8Weight(Weight):
 
 
 class JoinedWeight(Weight):
-    """One site's part of the weights of several sites that read the same rows, which lie in one
-    piece: asked for all of them, it multiplies once.
+    """One of several weights that are multiplied with the same rows and lie in one piece of memory,
+    so that `piece_of` all of them needs one product.
     """
 
-    def __init__(self, own: Weight, piece: "_Piece") -> None:
+    def __init__(self, own: Weight, piece: "Piece") -> None:
         self._own, self._piece = own, piece
 
     @property
@@ -249,21 +245,16 @@ class JoinedWeight(Weight):
     def joined(self, others: Sequence[Weight]) -> tuple[Weight, list[Weight]]:
         raise AssertionError("a weight is joined once")
 
-    def products(
-        self,
-        backend: "Backend",
-        x: Tensor,
-        weights: Sequence[Weight],
-        biases: Sequence[Tensor | None],
-    ) -> Sequence[Tensor]:
-        piece = self._piece
-        if not piece.is_of(weights, biases):
-            return super().products(backend, x, weights, biases)
-        return piece.whole.product(backend, x, piece.bias).split_with_sizes(piece.sizes, -1)
 
+class Piece:
+    """Several weights and their biases, row after row in one piece of memory.
 
-class _Piece:
-    """What the members of a `JoinedWeight` share."""
+    Args:
+        whole: the weight of all of them [sum(sizes), in].
+        parts: the weight of each, within `whole`.
+        bias: biases of all of them [sum(sizes)]; None: they have none.
+        sizes: rows of each.
+    """
 
     def __init__(
         self, whole: Weight, parts: Sequence[Weight], bias: Tensor | None, sizes: list[int]
@@ -274,41 +265,35 @@ class _Piece:
             [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         )
 
-    def is_of(self, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> bool:
-        """Whether these are all members and their biases, in order."""
-        if len(weights) != len(self.members) or any(map(_is_other, weights, self.members)):
-            return False
-        return not any(map(_is_other, biases, self.biases))
-
 
 def join(
     weights: Sequence[Weight], biases: Sequence[Tensor | None]
 ) -> tuple[list[Weight], list[Tensor | None]]:
-    """The same weights and biases [out] in one piece each; as they are where only some have a
-    bias.
+    """Return the same weights and biases [out] in one piece each; as they are where only some have
+    a bias.
     """
     given = [bias for bias in biases if bias is not None]
     if len(given) not in (0, len(weights)):
         return list(weights), list(biases)
     whole, parts = weights[0].joined(weights[1:])
-    piece = _Piece(
+    piece = Piece(
         whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights]
     )
     return piece.members, piece.biases
 
 
-def join_again(
-    weights: Sequence[Weight], biases: Sequence[Tensor | None]
-) -> tuple[Weight | None, Tensor | None]:
-    """Return the piece that weights were joined to with their biases, and its bias; (None, None) if
-    these are not all of its members in order.
+def piece_of(weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> Piece | None:
+    """Return the piece that weights were joined to with their biases; None if these are not all of
+    its members in order.
     """
-    piece = weights[0]._piece if isinstance(weights[0], JoinedWeight) else None
-    return (
-        (piece.whole, piece.bias)
-        if piece is not None and piece.is_of(weights, biases)
-        else (None, None)
-    )
+    first = weights[0]
+    if not isinstance(first, JoinedWeight):
+        return None
+    piece = first._piece
+    # `is_` and `map` stay within the interpreter's C code: every step comes here for each layer.
+    if len(weights) != len(piece.members) or not all(map(is_, weights, piece.members)):
+        return None
+    return piece if all(map(is_, biases, piece.biases)) else None
 
 
 def as_dense(weight: Weight) -> Tensor | None:
@@ -318,12 +303,16 @@ def as_dense(weight: Weight) -> Tensor | None:
 
 
 def weight_formats() -> tuple[str, ...]:
-    """What `--weights` may ask for: how the weights of linear layers are stored."""
+    """Return the storages of linear layers that `--weights` may ask for."""
     return tuple(each.format for each in Weight.__subclasses__() if each.format)
 
 
 def weight_class(weight_format: str) -> type[Weight]:
-    """The storage of this name; ModelError names those that there are."""
+    """Return the storage of this name.
+
+    Raises:
+        ModelError: there is none of this name; the message lists the known ones.
+    """
     for each in Weight.__subclasses__():
         if each.format and each.format == weight_format:
             return each
@@ -331,9 +320,5 @@ def weight_class(weight_format: str) -> type[Weight]:
 
 
 def as_weight(value: Tensor | Weight) -> Weight:
-    """A weight as it is, or a plain tensor (a parameter) as one."""
+    """Return a weight as it is, or a plain tensor (a parameter) as one."""
     return value if isinstance(value, Weight) else DenseWeight(value)
-
-
-def _is_other(one: object, other: object) -> bool:
-    return one is not other

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from coserve.graph.bypass import AttachedBypass
-from coserve.graph.execute import run_node
+from coserve.graph.execute import add_result, run_node
 from coserve.graph.fuse import fuse, room_name
 from coserve.graph.ir import Graph, Node
 from coserve.graph.operators.base import Context
@@ -256,7 +256,7 @@ class BypassRuns:
             return
         self._take_inputs(group, last, local, parameters, values)
         inputs = {slot: parameters.get(name, local.get(name)) for slot, name in last.inputs}
-        last.operator.forward_onto(base, inputs, last.attribute, self._context)
+        add_result(last, base, inputs, self._context)
         group.put(output, base)
 
     def _run_inside(

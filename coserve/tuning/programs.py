@@ -11,6 +11,7 @@ import torch
 
 from coserve.adapters.base import Adapter
 from coserve.graph.division import UNDIVIDED, Division, dividable
+from coserve.graph.fuse import fuse_loss
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.program import Program, backward_graph, compile_program
 from coserve.graph.rematerialize import Retention, Weighing, frontier
@@ -158,36 +159,11 @@ def _division(adapter: Adapter, part: Part, link_flops_per_byte: float | None) -
 
 
 def with_loss(head: Graph) -> Graph:
-    """Return the head's graph with the next-token loss of each row after its logits: outputs "loss"
-    and "loss.correct".
+    """Return the head's graph with the next-token loss of each row after its logits.
 
-    Logits that are a product, to which nothing is added, become one operator with their loss.
+    Its outputs are "loss" and "loss.correct".
     """
-    logits = head.outputs[0]
-    last, cut = head.producer[logits], dict[str, Any]()
-    replaced = {logits}
-    if (
-        last.op == "rank_gather"
-    ):  # each rank has the logits of some tokens, which the loss does not need together
-        cut = {"cut": last.attribute["cut"]}
-        replaced.add(last.input["x"])
-        last = head.producer[last.input["x"]]
-    made = {
-        name
-        for node in head.nodes
-        if replaced & set(node.output.values())
-        for name in node.output.values()
-    }
-    others = [node for node in head.nodes if not made & set(node.output.values())]
-    is_product = last.op == "linear" and not any(made & set(node.input.values()) for node in others)
-    if is_product:
-        b = GraphBuilder(
-            *(tensor for tensor in head.tensors if tensor.name not in made), nodes=others
-        )
-        op, inputs = "rank_linear_cross_entropy" if cut else "linear_cross_entropy", last.input
-    else:
-        b = GraphBuilder(*head.tensors, nodes=head.nodes)
-        op, inputs, cut = "cross_entropy", {"logits": logits}, {}
+    b = GraphBuilder(*head.tensors, nodes=head.nodes)
     targets = b.constant("targets", dtype=torch.int64)
-    loss = b.apply(op, "loss", {**inputs, "targets": targets}, **cut)
-    return b.build(loss, f"{loss}.correct")
+    loss = b.apply("cross_entropy", "loss", {"logits": head.outputs[0], "targets": targets})
+    return fuse_loss(b.build(loss, f"{loss}.correct"))

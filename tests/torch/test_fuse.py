@@ -8,7 +8,8 @@ from support import make_adapter, make_backbone, random_sequences
 from torch import Tensor
 
 from coserve.graph.execute import run_graph
-from coserve.graph.fuse import FUSIONS, fuse, room_name
+from coserve.graph.fuse import fuse, room_name
+from coserve.graph.fusions import FUSIONS
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.operators.base import Context
 from coserve.kernels.plain import PlainBackend

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coserve.errors import ModelError
-from coserve.graph.operators import operator
+from coserve.graph.fusions import SIBLING_FUSIONS
 from coserve.graph.operators.base import Context
 from coserve.kernels import backend_names, find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
@@ -368,10 +368,14 @@ def test_joined_weights_are_multiplied_as_one_and_others_one_by_one(
         monkeypatch.setattr(backend, name, lambda *args, run=run: calls.append(args) or run(*args))
     for order, num_calls in ((1, 3 if biased == (1,) else 1), (-1, 3)):
         calls.clear()
-        found = weights[::order][0].products(backend, x, weights[::order], biases[::order])
+        runs = [
+            {"x": x, "weight": weight, "bias": bias}
+            for weight, bias in zip(weights[::order], biases[::order], strict=True)
+        ]
+        found = SIBLING_FUSIONS["linear"].run(runs, Context(backend=backend))
         assert len(calls) == num_calls
-        for y, theirs in zip(found, wanted[::order], strict=True):
-            torch.testing.assert_close(y, theirs, **_tolerance(dtype))
+        for results, theirs in zip(found, wanted[::order], strict=True):
+            torch.testing.assert_close(results["y"], theirs, **_tolerance(dtype))
 
 
 @each_backend
@@ -394,7 +398,7 @@ def test_what_a_lora_adds_to_weights_goes_with_their_products(
     if is_joined:
         weights, biases = join(weights, biases)
     x = torch.randn(n, 96, dtype=dtype)
-    runs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    runs: list[dict[str, Any]] = []
     for place, (weight, bias, out, rank) in enumerate(
         zip(weights, biases, sizes, ranks, strict=True)
     ):
@@ -402,11 +406,9 @@ def test_what_a_lora_adds_to_weights_goes_with_their_products(
             "narrow": torch.randn(n, rank, dtype=dtype),
             "factor": torch.randn(out, rank, dtype=dtype),
         }
-        runs.append(
-            ({"x": x, "weight": weight, "bias": bias, **(more if place in which else {})}, {})
-        )
-    found = operator("linear_and_low_rank").forward_all(runs, Context(backend=backend))
-    for results, (values, _) in zip(found, runs, strict=True):
+        runs.append({"x": x, "weight": weight, "bias": bias, **(more if place in which else {})})
+    found = SIBLING_FUSIONS["linear_and_low_rank"].run(runs, Context(backend=backend))
+    for results, values in zip(found, runs, strict=True):
         y, exact = results["y"], x.double() @ values["weight"].dense().double().T
         if "narrow" in values:
             exact += values["narrow"].double() @ values["factor"].double().T

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coserve.errors import GraphError
-from coserve.graph.fuse import FUSIONS, GRADIENT_FUSIONS
+from coserve.graph.fusions import FUSIONS, GRADIENT_FUSIONS, GRADIENT_SUMS
 from coserve.graph.operators import operator, operators
 from coserve.graph.operators.base import AttentionRows, Context, Load
 from coserve.kernels.attention import Segment
@@ -234,7 +234,7 @@ def test_gradients_of_columns_are_written_into_one_tensor():
     total, dy = rnd(5, 12), rnd(5, 8)
     expected = total + nn.functional.pad(dy.unflatten(1, (4, 2)), (1, 0)).flatten(1)
     attributes = {"groups": 4, "of": 3, "start": 1, "width": 2}
-    operator("columns").vjp_onto(total, "x", {}, {"y": dy}, attributes, CONTEXT)
+    GRADIENT_SUMS["columns", "x"](total, {}, {"y": dy}, attributes, CONTEXT)
     torch.testing.assert_close(total, expected)
 
 

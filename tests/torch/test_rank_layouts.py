@@ -10,7 +10,7 @@ import torch
 from ranks import together
 from torch import Tensor
 
-from coserve.graph.fuse import FUSIONS, GRADIENT_FUSIONS
+from coserve.graph.fusions import FUSIONS, GRADIENT_FUSIONS
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.layouts import COPIED, FIRST, PART, WHOLE, AnyState, Given, Layout
 from coserve.graph.operators import operator, operators

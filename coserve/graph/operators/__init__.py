@@ -14,12 +14,16 @@ _TABLE: dict[str, Operator] = {
 
 
 def operator(name: str) -> Operator:
-    """The table's entry; GraphError names the known ones when there is none."""
+    """Return an entry of the table.
+
+    Raises:
+        GraphError: there is none of this name; the message lists the known ones.
+    """
     if name not in _TABLE:
         raise GraphError(f"no operator {name!r}; known: {', '.join(sorted(_TABLE))}")
     return _TABLE[name]
 
 
 def operators() -> tuple[str, ...]:
-    """The names of all operators."""
+    """Return the names of all operators."""
     return tuple(_TABLE)

@@ -1,7 +1,6 @@
 """Activation functions, and the signs of a tensor as bits."""
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ class Silu(RowWise):
     needs = {"x": ("x",)}
     restores = ("y",)
     flops_per_element = 4
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -47,7 +46,7 @@ class Gelu(RowWise):
     needs = {"x": ("x",)}
     restores = ("y",)
     flops_per_element = 8
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -78,7 +77,7 @@ class Relu(RowWise):
     inputs = ("x",)
     needs = {"x": ("y",)}
     sign_suffices = ("y",)
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -111,7 +110,7 @@ class SiluMul(RowWise):
     needs = {"gate": ("gate", "up"), "up": ("gate",)}
     restores = ("y",)
     flops_per_element = 5
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -145,7 +144,7 @@ class ClampedSwiglu(RowWise):
     inputs = ("gate", "up")
     needs = {"gate": ("gate", "up"), "up": ("gate", "up")}
     flops_per_element = 8
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -177,7 +176,7 @@ class ClampedSwiglu(RowWise):
 
 
 class SignBits(RowWise):
-    """bits of x > 0, eight to a byte; x [n, width] -> uint8 [n, ceil(width / 8)]."""
+    """Bits of x > 0, eight to a byte; x [n, width] -> uint8 [n, ceil(width / 8)]."""
 
     name = "sign_bits"
     inputs = ("x",)

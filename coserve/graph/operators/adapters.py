@@ -1,7 +1,6 @@
-"""What adapters add to a site beyond products: vectors, dropout, and DoRA's magnitudes."""
+"""Operators of adapters beyond products: vectors, dropout, and DoRA's magnitudes."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,9 +16,9 @@ class AddVector(RowWise):
     name = "add_vector"
     inputs = ("x", "vector")
     needs = {"x": (), "vector": ()}
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
-    added: ClassVar[frozenset[str]] = frozenset({"vector"})
+    by_columns = True
+    linear_in = (frozenset({"x"}),)
+    added = frozenset({"vector"})
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -43,16 +42,16 @@ class AddVector(RowWise):
 
 
 class OtherVector(RowWise):
-    """y = new - old in every row: what changes where one vector that was added is another; like [n,
-    width] is only asked for its shape, new and old are [width].
+    """y = new - old in every row: the change where one added vector replaces another; like [n,
+    width] only gives the shape, new and old are [width].
     """
 
     name = "other_vector"
     inputs = ("like", "new", "old")
-    needs: ClassVar = {"like": None, "new": (), "old": None}
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"like"}),)
-    added: ClassVar[frozenset[str]] = frozenset({"new", "old"})
+    needs = {"like": None, "new": (), "old": None}
+    by_columns = True
+    linear_in = (frozenset({"like"}),)
+    added = frozenset({"new", "old"})
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -71,15 +70,15 @@ class OtherVector(RowWise):
 
 
 class OnVirtualRows(RowWise):
-    """y = other - x on rows of virtual tokens (negative ids), zero elsewhere: x + y is `other`
-    there. x, other [n, width], tokens int64 [n].
+    """y = other - x on rows of virtual tokens (negative ids), zero elsewhere, so that x + y is
+    `other` there; x, other [n, width], tokens int64 [n].
     """
 
     name = "on_virtual_rows"
     inputs = ("x", "other", "tokens")
-    needs: ClassVar = {"x": ("tokens",), "other": ("tokens",), "tokens": None}
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x", "other"}),)
+    needs = {"x": ("tokens",), "other": ("tokens",), "tokens": None}
+    by_columns = True
+    linear_in = (frozenset({"x", "other"}),)
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -99,15 +98,15 @@ class OnVirtualRows(RowWise):
 
 
 class Gain(RowWise):
-    """y = x * (factor - 1): what changes where x is multiplied by a vector (arXiv 2205.05638,
-    section 3.3); x [n, width], factor of width elements in any shape.
+    """y = x * (factor - 1): the change where x is multiplied by a vector (arXiv 2205.05638, section
+    3.3); x [n, width], factor of width elements in any shape.
     """
 
     name = "gain"
     inputs = ("x", "factor")
-    needs: ClassVar = {"x": ("factor",), "factor": ("x", "factor")}
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    needs = {"x": ("factor",), "factor": ("x", "factor")}
+    by_columns = True
+    linear_in = (frozenset({"x"}),)
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -138,7 +137,7 @@ class Dropout(RowWise):
     name = "dropout"
     inputs = ("x", "dropout_row_ids")
     needs = {"x": ("dropout_row_ids",), "dropout_row_ids": None}
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    linear_in = (frozenset({"x"}),)
 
     def layouts(self, given: Given) -> Sequence[Layout]:
         cuts = [
@@ -184,7 +183,7 @@ class Magnitude(RowWise):
     name = "magnitude"
     inputs = ("base", "change", "magnitude", "norm", "bias")
     optional = frozenset({"bias"})
-    needs: ClassVar = {
+    needs = {
         "base": ("magnitude", "norm"),
         "change": ("magnitude", "norm"),
         "magnitude": ("base", "change", "norm", "bias"),
@@ -192,9 +191,9 @@ class Magnitude(RowWise):
         "bias": None,
     }
     flops_per_element = 5
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"base", "change"}),)
-    added: ClassVar[frozenset[str]] = frozenset({"bias"})
+    by_columns = True
+    linear_in = (frozenset({"base", "change"}),)
+    added = frozenset({"bias"})
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context

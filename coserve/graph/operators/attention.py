@@ -1,4 +1,4 @@
-"""Causal self-attention: the one operator that looks at whom a row belongs to."""
+"""Causal self-attention: the one operator for which it matters whose row a row is."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
@@ -132,8 +132,8 @@ class Attention(Operator):
     def bytes_moved(
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
     ) -> int:
-        """The rows of a sequence share its earlier keys, so those are read once. Sum over
-        sequences.
+        """Return the memory traffic, in which the rows of a sequence share its earlier keys: these
+        are read once. The load is of one sequence; costs of several add up.
         """
         earlier = max(
             0.0,
@@ -163,7 +163,7 @@ def _heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def attention_spec(values: Values, attributes: Attributes) -> AttentionSpec:
-    """A node's attributes, and its sinks, as a value for the kernels."""
+    """Return a node's attributes, and its sinks, as a value for the kernels."""
     return AttentionSpec(
         scale=attributes["scale"],
         sliding_window=attributes["sliding_window"],

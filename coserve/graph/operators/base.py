@@ -1,5 +1,5 @@
-"""What an operator is: forward, vector-Jacobian product (VJP), what the VJP needs, and cost,
-written once.
+"""The interface of operators: forward pass, vector-Jacobian product (VJP), what the VJP reads, and
+cost, each written once.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from coserve.graph.layouts import FIRST, PART, AnyState, Given, Layout
 from coserve.graph.states import StateRows
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.attention import AttentionBatch
-from coserve.kernels.base import Backend, Factor
+from coserve.kernels.base import Backend
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import RankGroup, SingleRank
 
@@ -30,51 +30,63 @@ Shapes = dict[str, tuple[Shape, torch.dtype | None]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionRows:
-    """Some rows of a batch, whom they attend to, and where their keys and values lie (those of the
-    rows themselves must be there before attention runs): stores [num_pages, block_tokens, Hkv * D].
+    """Some rows of a batch, the keys and values that they attend to, and where these lie.
 
-    key_grads, value_grads: float32, of the stores' shapes (one page), added to in the backward
-    pass. place: where the rows themselves lie in them, a slice or int64 [n]. Windows run from the
-    last to the first, so once a window's own attention has been reversed, the gradients of its keys
-    and values are complete (FlexLLM section 6.1, figure 8).
+    The keys and values of the rows themselves must be stored before attention runs. Windows run
+    backward from the last to the first, so once a window's own attention has been reversed, the
+    gradients of its keys and values are complete (FlexLLM section 6.1, figure 8).
     """
 
     rows: slice
+    """These rows, among those of the batch."""
     batch: AttentionBatch
+    """Their segments, as the backend prepared them."""
     keys: Tensor
+    """Store of keys [num_pages, block_tokens, Hkv * D]."""
     values: Tensor
+    """Store of values [num_pages, block_tokens, Hkv * D]."""
     key_grads: Tensor | None = None
+    """Sum of the gradients of the keys, float32 of the store's shape (one page); None in a forward
+    pass.
+    """
     value_grads: Tensor | None = None
+    """Sum of the gradients of the values, float32 of the store's shape (one page); None in a
+    forward pass.
+    """
     place: slice | Tensor = field(default_factory=lambda: slice(None))
+    """Place of the rows' own keys and values in the stores: a slice, or int64 [n]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What operators need beside their tensors: the kernels, what attention looks at beyond its
-    rows, and the states that sequences carry.
-
-    attention, states: for all rows, in their order. block_rows: forward, row-wise operators run on
-    this many rows at a time (None: on all at once), so that a row's results do not depend on which
-    others there are.
+    """Everything that operators use beside their tensors: kernels, the keys and values that
+    attention reads, states of sequences, and the other ranks.
     """
 
     backend: Backend
+    """Kernels of the device."""
     block_rows: int | None = None
+    """Number of rows on which row-wise operators run at a time in a forward pass, so that a row's
+    results do not depend on the other rows of the batch; None: all at once.
+    """
     attention: tuple[AttentionRows, ...] = ()
+    """The rows of the batch, in their order, with what they attend to."""
     states: tuple[StateRows, ...] = ()
+    """The rows of the batch, in their order, with the states of their sequences."""
     group: RankGroup = field(default_factory=SingleRank)
     """The ranks that run the same graph together, among which collectives run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What an operator is run on: rows of one sequence, and the mean number of keys that each
-    attends to.
-    """
+    """The rows that a cost is for: rows of one sequence."""
 
     rows: int
+    """Number of rows."""
     mean_context_len: float
+    """Mean number of keys that a row attends to."""
     compute_dtype: torch.dtype
+    """Dtype of the tensors that have none of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +94,9 @@ class Cost:
     """Arithmetic and memory traffic of one execution."""
 
     flops: int = 0
+    """Floating-point operations."""
     bytes: int = 0
+    """Bytes read and written."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(flops=self.flops + other.flops, bytes=self.bytes + other.bytes)
@@ -91,101 +105,93 @@ class Cost:
 class Operator(ABC):
     """One entry of the operator table.
 
-    Slots are the operator's own names for its inputs and outputs. `needs` has a key for every input
-    slot: the slots (of inputs and outputs) that its gradient reads, or None where there is no
-    gradient. An operator is row-wise unless it names slots in `whole`.
+    Slots are the operator's own names for its inputs and outputs. An operator is row-wise unless it
+    names slots in `whole`.
 
-    An operator with a state (`state_size`) takes its rows in order, sequence by sequence, and
-    carries it along.
+    An operator with a state (`state_size`) reads its rows in order, sequence by sequence, and
+    carries the state along.
 
     Ranks that divide a model run an operator in one of its `layouts`, or on whole tensors. An
-    operator by columns, or linear in some inputs, has only to say so.
+    operator that works by columns, or is linear in some inputs, only declares that.
 
-    forward(values, attributes, context): values by input slot -> values by output slot. The results
-    are new tensors. vjp(wanted, values, gradients, attributes, context): `gradients` by output slot
-    -> gradients by wanted input slot. `values` holds what `needs` lists for the wanted slots. An
-    output slot listed in `restores` may be wanted too: then the forward value is handed back, for a
-    product or two per element of what the VJP holds already.
+    Faster ways to run several operators as one call are rows of `graph/fusions.py`, not methods.
     """
 
     name: ClassVar[str]
+    """Name in the table."""
     inputs: ClassVar[tuple[str, ...]]
+    """Input slots."""
     outputs: ClassVar[tuple[str, ...]] = ("y",)
+    """Output slots."""
     optional: ClassVar[frozenset[str]] = frozenset()
+    """Input slots that may stay empty."""
     needs: ClassVar[Mapping[str, tuple[str, ...] | None]]
-    # Input slots read beyond the rows that the operator runs on; the context supplies them.
+    """By input slot, the slots (of inputs and outputs) that its gradient reads; None: it has no
+    gradient. Every input slot has an entry.
+    """
     whole: ClassVar[tuple[str, ...]] = ()
-    # Input slots of which the VJP reads rows before its own, too, from the last state that was kept
-    # on.
+    """Input slots read beyond the rows that the operator runs on. The context supplies them."""
     lead: ClassVar[tuple[str, ...]] = ()
-    # Output slots that the VJP can hand back once it holds all row inputs.
+    """Input slots of which the VJP also reads rows before its own, from the last state that was
+    kept.
+    """
     restores: ClassVar[tuple[str, ...]] = ()
-    # An input slot: neighbours that read the same tensor there, and nothing else of each other's,
-    # may run at once.
-    shared: ClassVar[str | None] = None
-    # Inputs whose gradient can be added to a sum as it is made (`vjp_onto`): to what other readers
-    # of the same rows gave, or to the sums of a parameter. `vjp` gives a new tensor for them.
-    sums: ClassVar[frozenset[str]] = frozenset()
-    # Whether its gradient for x alone reads nothing but a weight of the backbone, so that rows of
-    # other programs may be among its own.
+    """Output slots that the VJP can return once it holds all row inputs."""
     joins_rows: ClassVar[bool] = False
-    # Slots in which forward and VJP accept the parameters of several adapters
-    # (kernels.base.Grouped), each for its own rows.
+    """Whether the gradient of x alone reads nothing but a weight of the backbone. Rows of other
+    programs may then be among its own.
+    """
     grouped: ClassVar[frozenset[str]] = frozenset()
-    # Slots in which the VJP accepts rows of several owners that lie apart
-    # (kernels.base.JoinedRows).
+    """Slots in which forward pass and VJP accept the parameters of several adapters
+    (`kernels.base.Grouped`), each for its own rows.
+    """
     apart: ClassVar[frozenset[str]] = frozenset()
-    # Output slots that the VJP may overwrite: no other operator may read them.
+    """Slots in which the VJP accepts rows of several owners that lie apart
+    (`kernels.base.JoinedRows`).
+    """
     overwrites: ClassVar[frozenset[str]] = frozenset()
-    # Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.
+    """Output slots that the VJP may overwrite. No other operator may read them."""
     sign_suffices: ClassVar[tuple[str, ...]] = ()
-    # Whether a column of the result depends on the same column of its inputs alone (vectors count
-    # as rows do), so that ranks may each have some columns. Narrower rows are whole.
+    """Slots for which the VJP accepts packed signs (`Backend.pack_signs`) in place of the values.
+    """
     by_columns: ClassVar[bool] = False
-    # Sets of row inputs in which the result is linear (in all of a set at once): of parts of sums
-    # it gives a part.
+    """Whether a column of the result depends on the same column of its inputs alone (vectors count
+    as rows do), so that each rank may have some columns. Narrower rows are whole.
+    """
     linear_in: ClassVar[tuple[frozenset[str], ...]] = ()
-    # Inputs that are added to the result: with parts of sums, one rank alone may add them.
+    """Sets of row inputs in which the result is linear, in all of a set at once: parts of sums give
+    a part of the sum.
+    """
     added: ClassVar[frozenset[str]] = frozenset()
-    # Whether it can use its input in any cut, so that other readers of that choose one.
+    """Inputs that are added to the result. Where the others are parts of sums, only one rank may
+    add them.
+    """
     takes_any_cut: ClassVar[bool] = False
-    # Whether it reads some columns of its input and leaves the others to other readers.
+    """Whether it can read its input in any cut, so that other readers of the input choose one."""
     reads_some_columns: ClassVar[bool] = False
-    # Whether the result is the input itself, so that nothing is computed where it is made again.
+    """Whether it reads some columns of its input and leaves the others to other readers."""
     is_alias: ClassVar[bool] = False
-    # Whether forward, and whether the VJP, moves something between ranks.
+    """Whether the result is the input itself, so that recomputing it costs nothing."""
     moves: ClassVar[bool] = False
+    """Whether the forward pass moves data between ranks."""
     moves_gradient: ClassVar[bool] = False
+    """Whether the VJP moves data between ranks."""
 
     @abstractmethod
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
-        """Output slot -> (shape per row, dtype or None for the compute dtype), from the input
-        shapes.
+        """Return, by output slot, the shape per row and the dtype (None: the compute dtype), from
+        the input shapes.
         """
 
     def state_size(self, attributes: Attributes) -> int:
-        """Elements (float32) of what a sequence carries from row to row; 0 for nothing."""
+        """Return the float32 elements that a sequence carries from row to row; 0: none."""
         return 0
 
     @abstractmethod
     def forward(
         self, values: Values, attributes: Attributes, context: Context
-    ) -> dict[str, Tensor]: ...
-
-    def forward_all(
-        self, runs: Sequence[tuple[Values, Attributes]], context: Context
-    ) -> list[dict[str, Tensor]]:
-        """`forward` of several neighbours that share their slot `shared`."""
-        return [self.forward(values, attributes, context) for values, attributes in runs]
-
-    def forward_onto(
-        self, total: Tensor, values: Values, attributes: Attributes, context: Context
-    ) -> None:
-        """Add the result of `forward`, whose one output has `total`'s shape, to it in place; no
-        input is `total`.
-        """
-        (result,) = self.forward(values, attributes, context).values()
-        total += result
+    ) -> dict[str, Tensor]:
+        """Compute the outputs by slot, new tensors, from the inputs by slot."""
 
     @abstractmethod
     def vjp(
@@ -195,29 +201,29 @@ class Operator(ABC):
         gradients: Values,
         attributes: Attributes,
         context: Context,
-    ) -> dict[str, Tensor]: ...
+    ) -> dict[str, Tensor]:
+        """Compute gradients of inputs from those of the outputs.
 
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        """Add the gradient of one of the slots in `sums` to `total` in place: rows, or the sums of
-        a parameter, of each of several adapters if it is one of those in `grouped`.
+        Args:
+            wanted: input slots whose gradients are wanted. An output slot that is listed in
+                `restores` may be wanted, too: its forward value is then returned, for a product or
+                two per element of what the VJP holds already.
+            values: tensors by slot, those that `needs` lists for the wanted slots.
+            gradients: gradients of the outputs by slot.
+
+        Returns:
+            Gradients (and restored values) by wanted slot.
         """
-        assert isinstance(total, Tensor), f"operator {self.name} keeps no adapters apart"
-        total += self.vjp((slot,), values, gradients, attributes, context)[slot]
 
     @abstractmethod
     def flops_per_row(
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
     ) -> float:
-        """Forward FLOPs of one row; `mean_context_len` is the mean number of keys that a row
-        attends to.
+        """Return the forward FLOPs of one row.
+
+        Args:
+            specs: the tensors by slot.
+            mean_context_len: mean number of keys that a row attends to.
         """
 
     def vjp_flops_per_row(
@@ -227,11 +233,11 @@ class Operator(ABC):
         attributes: Attributes,
         mean_context_len: float,
     ) -> float:
-        """Backward FLOPs of one row; by default the forward's for every wanted gradient."""
+        """Return the backward FLOPs of a row: by default the forward's for each wanted gradient."""
         return len(wanted) * self.flops_per_row(specs, attributes, mean_context_len)
 
     def cost(self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load) -> Cost:
-        """Cost of one forward execution."""
+        """Return the cost of one forward execution."""
         flops = round(load.rows * self.flops_per_row(specs, attributes, load.mean_context_len))
         return Cost(flops=flops, bytes=self.bytes_moved(specs, attributes, load))
 
@@ -242,8 +248,8 @@ class Operator(ABC):
         attributes: Attributes,
         load: Load,
     ) -> Cost:
-        """Cost of one VJP: reads what it needs and the output gradients, writes the wanted
-        gradients.
+        """Return the cost of one VJP, which reads what it needs and the output gradients, and
+        writes the wanted gradients.
         """
         touched = [
             specs[slot]
@@ -259,7 +265,7 @@ class Operator(ABC):
         """Return the ways in which ranks may run this operator, beside all of them running it on
         whole tensors.
 
-        What is not listed is never done: an operator without layouts runs on whole tensors.
+        Only listed layouts are used: an operator without any runs on whole tensors.
         """
         found = [
             Layout(
@@ -293,21 +299,22 @@ class Operator(ABC):
     def localized(
         self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
     ) -> Attributes:
-        """Return the attributes of this operator on a rank, by the states of its tensors; here: the
-        same.
+        """Return the attributes of this operator on a rank, by the states of its tensors; by
+        default the same.
         """
         return attributes
 
     def bytes_moved(
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
     ) -> int:
-        """Memory traffic of one forward execution; by default every tensor is read or written
-        once.
+        """Return the memory traffic of one forward execution: by default every tensor is read or
+        written once.
         """
         return _traffic(specs.values(), load)
 
     def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
-        """Return the bytes of a row that move between ranks in a direction in which something does.
+        """Return the bytes of a row that move between ranks, in each direction (forward, backward)
+        that moves data.
 
         Args:
             specs: the rank's tensors, by slot.
@@ -318,10 +325,14 @@ class Operator(ABC):
     def reads(
         self, wanted: Collection[str], given: Collection[str] | Mapping[str, Any]
     ) -> tuple[str, ...]:
-        """The slots that the VJP reads for these gradients, of those that the node has.
+        """Return the slots that the VJP reads for the wanted gradients.
 
-        Raises GraphError for a slot without a rule, or one whose rule says that there is no
-        gradient.
+        Args:
+            wanted: input slots.
+            given: slots that the node has.
+
+        Raises:
+            GraphError: a slot has no rule, or its rule says that there is no gradient.
         """
         found: dict[str, None] = {}
         for slot in wanted:
@@ -335,11 +346,12 @@ class Operator(ABC):
 
 
 class RowWise(Operator):
-    """Base of elementwise operators: the output has the shape of the first input, and a row costs a
-    few FLOPs per element.
+    """A base of elementwise operators: the output has the shape of the first input, and a row costs
+    a few FLOPs per element.
     """
 
     flops_per_element: ClassVar[int] = 1
+    """FLOPs per element of the first input."""
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {self.outputs[0]: (shapes[self.inputs[0]], None)}
@@ -360,7 +372,7 @@ def wide_rows(given: Given) -> list[str]:
 
 
 def vector_cut(spec: TensorSpec, cut: Cut) -> Cut | None:
-    """Return a cut of rows as one of a vector that goes with their columns; None for any other
+    """Return a cut of rows as the cut of a vector that goes with their columns; None for any other
     tensor.
     """
     if spec.per_row or prod(spec.shape) != cut.width or cut.width not in spec.shape:

@@ -1,8 +1,7 @@
-"""Parts of what a fused projection gives."""
+"""Operators that take apart the result of a fused projection."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +24,8 @@ class Columns(Operator):
     name = "columns"
     inputs = ("x",)
     needs = {"x": ()}
-    sums = frozenset({"x"})
     reads_some_columns = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    linear_in = (frozenset({"x"}),)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((attributes["groups"] * attributes["width"],), None)}
@@ -69,21 +67,8 @@ class Columns(Operator):
     ) -> dict[str, Tensor]:
         dy = gradients["y"]
         total = dy.new_zeros(dy.shape[0], attributes["groups"] * attributes["of"])
-        self.vjp_onto(total, "x", values, gradients, attributes, context)
+        add_to_columns(total, values, gradients, attributes, context)
         return {"x": total}
-
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        assert isinstance(total, Tensor)
-        part = _part(total, attributes)
-        part += gradients["y"].reshape(part.shape)
 
     def flops_per_row(
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
@@ -110,23 +95,29 @@ class Regroup(Columns):
             "y": torch.cat([_part(values["x"], each).flatten(1) for each in _parts(attributes)], 1)
         }
 
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        parts, dy = _parts(attributes), gradients["y"]
-        sizes = [attributes["groups"] * each["width"] for each in parts]
-        for each, grad in zip(parts, torch.split(dy, sizes, 1), strict=True):
-            super().vjp_onto(total, slot, values, {"y": grad}, each, context)
+
+def add_to_columns(
+    total: Factor, values: Values, gradients: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add the gradient of a `columns` or `regroup` to the columns of x that it reads, in place."""
+    assert isinstance(total, Tensor)
+    dy = gradients["y"]
+    if "widths" not in attributes:
+        _add_to_part(total, dy, attributes)
+        return
+    parts = _parts(attributes)
+    sizes = [attributes["groups"] * each["width"] for each in parts]
+    for each, grad in zip(parts, torch.split(dy, sizes, 1), strict=True):
+        _add_to_part(total, grad, each)
+
+
+def _add_to_part(total: Tensor, dy: Tensor, attributes: Attributes) -> None:
+    part = _part(total, attributes)
+    part += dy.reshape(part.shape)
 
 
 def _parts(attributes: Attributes) -> list[Attributes]:
-    """Those of `Columns` for each part."""
+    """Return the attributes of a `columns` for each part of a `regroup`."""
     start, found = attributes["start"], list[Attributes]()
     for width in attributes["widths"]:
         found.append({**attributes, "start": start, "width": width})
@@ -176,6 +167,6 @@ def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
 
 
 def _part(x: Tensor, attributes: Attributes) -> Tensor:
-    """[n, groups * g] -> a view [n, groups, width]."""
+    """Return a view [n, groups, width] of x [n, groups * g]."""
     start, groups = attributes["start"], attributes["groups"]
     return x.view(x.shape[0], groups, attributes["of"])[..., start : start + attributes["width"]]

@@ -1,7 +1,6 @@
 """Sums, products and bounds."""
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ class Add(RowWise):
     name = "add"
     inputs = ("a", "b")
     needs = {"a": (), "b": ()}
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"a", "b"}),)
+    by_columns = True
+    linear_in = (frozenset({"a", "b"}),)
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -42,7 +41,7 @@ class Add(RowWise):
         attributes: Attributes,
         load: Load,
     ) -> Cost:
-        """Nothing: both gradients are the output's."""
+        """Return no cost: both gradients are the output's."""
         return Cost()
 
 
@@ -53,8 +52,8 @@ class Mul(RowWise):
     inputs = ("x", "factor")
     needs = {"x": ("factor",), "factor": ("x",)}
     restores = ("y",)
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}), frozenset({"factor"}))
+    by_columns = True
+    linear_in = (frozenset({"x"}), frozenset({"factor"}))
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -81,15 +80,15 @@ class Mul(RowWise):
 
 
 class Scale(RowWise):
-    """y = factor * x, with a fixed number. rounded: to the dtype of x, as in models that keep it in
-    a tensor.
+    """y = factor * x, with a fixed number. Attribute rounded: the factor is rounded to the dtype of
+    x, as in models that keep it in a tensor.
     """
 
     name = "scale"
     inputs = ("x",)
     needs = {"x": ()}
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    by_columns = True
+    linear_in = (frozenset({"x"}),)
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -118,7 +117,7 @@ class Clamp(RowWise):
     name = "clamp"
     inputs = ("x",)
     needs = {"x": ("x",)}
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -143,7 +142,7 @@ class SoftCap(RowWise):
     inputs = ("x",)
     needs = {"x": ("y",)}
     flops_per_element = 8
-    by_columns: ClassVar[bool] = True
+    by_columns = True
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context

@@ -1,13 +1,12 @@
-"""Mixtures of experts: which experts a row goes to, products with the matrices of those, and the
+"""Mixtures of experts: the choice of a row's experts, products with their matrices, and the
 weighted sum.
 
-A row goes to k of E experts; what it has there stands side by side, [n, k * width]. Products are
-grouped: rows are sorted by expert, and each expert's rows meet its matrix in one call.
+A row goes to k of E experts; its values there stand side by side, [n, k * width]. Products are
+grouped: rows are sorted by expert, and each expert's rows are multiplied by its matrix in one call.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ class Route(Operator):
         )
 
     def _of_scores(self, values: Values, grad: Tensor, context: Context) -> Tensor:
-        """The gradient of all scores, float32 [n, E]."""
+        """Return the gradient of all scores, float32 [n, E]."""
         shares: Tensor = values["shares"].float()
         chosen = shares * (grad - (shares * grad).sum(-1, keepdim=True))
         return chosen.new_zeros(len(chosen), values["weight"].shape[0]).scatter_(
@@ -82,7 +81,7 @@ class Route(Operator):
 
 
 class RouteOfAll(Route):
-    """The same, with shares of a softmax over the scores of all experts."""
+    """A `route` whose shares are of a softmax over the scores of all experts."""
 
     name = "route_of_all"
     needs = dict.fromkeys(("x", "weight", "bias"), ("x", "weight", "bias", "experts"))
@@ -115,8 +114,8 @@ class ExpertLinear(Operator):
         "weight": ("x", "experts", "weight"),
         "bias": ("experts", "bias"),
     }
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
-    added: ClassVar[frozenset[str]] = frozenset({"bias"})
+    linear_in = (frozenset({"x"}),)
+    added = frozenset({"bias"})
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["experts"][0] * shapes["weight"][1],), None)}
@@ -187,15 +186,15 @@ class ExpertLinear(Operator):
 
 
 class Mixture(RowWise):
-    """The sum of what a row's experts give, by their shares: x [n, k * width], shares [n, k] -> y
-    [n, width].
+    """The sum of the results of a row's experts, weighted by their shares: x [n, k * width], shares
+    [n, k] -> y [n, width].
     """
 
     name = "mixture"
     inputs = ("x", "shares")
     needs = {"x": ("shares",), "shares": ("x",)}
     flops_per_element = 2
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    linear_in = (frozenset({"x"}),)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["x"][0] // shapes["shares"][0],), None)}
@@ -224,24 +223,29 @@ class Mixture(RowWise):
 
 
 class _Groups:
-    """The k places of each row, sorted by expert; ends int32 [E]: where each expert's places end;
-    experts int64: whose each is.
+    """The k places of each row, sorted by expert.
+
+    Args:
+        experts: the experts of each row, int64 [n, k].
+        num_experts: number of experts (E).
     """
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         self._shape = experts.shape
         self.experts, self._order = experts.flatten().sort(stable=True)
+        """The expert of each sorted place, int64 [n * k]."""
         counts = torch.bincount(self.experts, minlength=num_experts)
         self.ends = counts.cumsum(0).to(torch.int32)
+        """Ends of the experts' places, int32 [E]."""
 
     def take(self, x: Tensor, width: int) -> Tensor:
-        """Rows [n, width] or [n, k * width] -> those of the sorted places [n * k, width]."""
+        """Return rows [n, width] or [n, k * width] as those of the sorted places [n * k, width]."""
         is_shared = x.shape[1] == width and self._shape[1] > 1
         places = self._order // self._shape[1] if is_shared else self._order
         return x.reshape(-1, width).index_select(0, places)
 
     def put(self, y: Tensor) -> Tensor:
-        """Sorted places [n * k, width] -> rows [n, k * width]."""
+        """Return the sorted places [n * k, width] as rows [n, k * width]."""
         rows = torch.empty_like(y).index_copy_(0, self._order, y)
         return rows.view(self._shape[0], -1)
 
@@ -254,7 +258,7 @@ def _scores(values: Values, context: Context) -> Tensor:
 def _score_gradients(
     wanted: Collection[str], grad: Tensor, values: Values, context: Context
 ) -> dict[str, Tensor]:
-    """From the gradient of all scores, float32 [n, E]."""
+    """Return the wanted gradients, from that of all scores, float32 [n, E]."""
     result = {}
     if "x" in wanted:
         weight: Tensor = values["weight"]

@@ -1,11 +1,12 @@
-"""Operators that several others were (`graph/fuse.py`). Each runs a kernel of the backend
-(`Backend.fused`), or what it was made of where the kernel is not for its tensors. Each runs in one
-direction only.
+"""Operators that replace several others (`graph/fuse.py`).
+
+Each runs a kernel of the backend (`Backend.fused`), or the operators that it replaces where the
+kernel is not for its tensors. Each runs in one direction only.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +14,11 @@ from coserve.graph.operators.base import Attributes, Context, Operator, Shape, S
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.base import Factor
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
-from coserve.kernels.weights import Weight, as_dense, as_weight, join_again
+from coserve.kernels.weights import Weight, as_dense, as_weight, piece_of
 
 
 class _Fused(Operator):
-    """What they have in common."""
+    """A base of fused operators that run forward."""
 
     def vjp(
         self,
@@ -54,7 +55,7 @@ class LinearOnto(_Fused):
     name = "linear_onto"
     inputs = ("x", "weight", "bias", "onto")
     optional = frozenset({"bias"})
-    needs: ClassVar = dict.fromkeys(inputs)
+    needs = dict.fromkeys(inputs)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": (shapes["onto"], None)}
@@ -86,8 +87,7 @@ class LinearAndLowRank(_Fused):
     name = "linear_and_low_rank"
     inputs = ("x", "weight", "bias", "narrow", "factor")
     optional = frozenset({"bias", "narrow", "factor"})
-    needs: ClassVar = dict.fromkeys(inputs)
-    shared: ClassVar[str | None] = "x"
+    needs = dict.fromkeys(inputs)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
@@ -95,42 +95,57 @@ class LinearAndLowRank(_Fused):
     def forward(
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
-        [y] = self.products([values], context)
-        return {"y": y}
+        return products_of_same_rows([values], context)[0]
 
-    def forward_all(
-        self, runs: Sequence[tuple[Values, Attributes]], context: Context
-    ) -> list[dict[str, Tensor]]:
-        return [{"y": y} for y in self.products([values for values, _ in runs], context)]
 
-    def products(self, runs: Sequence[Values], context: Context) -> Sequence[Tensor]:
-        """The results for inputs that share x, from one product where their weights lie in one
-        piece.
-        """
-        backend, x = context.backend, runs[0]["x"]
-        weights, biases, added = (
-            _weights(runs),
-            [values.get("bias") for values in runs],
-            _added(runs),
-        )
-        whole, bias = join_again(weights, biases) if len(runs) > 1 else (weights[0], biases[0])
-        if whole is None:
-            return [self.products([values], context)[0] for values in runs]
-        if added and (dense := as_dense(whole)) is not None:
-            y = self._kernel(context)(x, dense, bias, added)
-            if y is not None:
-                return y.split_with_sizes([weight.shape[0] for weight in weights], -1)
-        results = weights[0].products(backend, x, weights, biases)
+def products_of_same_rows(runs: Sequence[Values], context: Context) -> list[dict[str, Tensor]]:
+    """Return the results of several `linear_and_low_rank` (or `linear`) that read the same rows x,
+    from one product where their weights lie in one piece of memory.
+    """
+    weights = _weights(runs)
+    biases = [values.get("bias") for values in runs]
+    if (piece := piece_of(weights, biases)) is not None:
+        results = _products(runs, piece.whole, piece.bias, piece.sizes, context)
+        return [{"y": y} for y in results]
+    return [
+        {"y": _products([values], weight, bias, [weight.shape[0]], context)[0]}
+        for values, weight, bias in zip(runs, weights, biases, strict=True)
+    ]
+
+
+def _products(
+    runs: Sequence[Values],
+    whole: Weight,
+    bias: Tensor | None,
+    sizes: Sequence[int],
+    context: Context,
+) -> Sequence[Tensor]:
+    """Return the results of runs from one product with their weights row after row.
+
+    Args:
+        whole: weights of all runs [sum(sizes), in].
+        bias: biases of all runs [sum(sizes)].
+        sizes: rows of each run's weight.
+    """
+    backend, x = context.backend, runs[0]["x"]
+    added = _added(runs, sizes)
+    if added and (dense := as_dense(whole)) is not None:
+        y = backend.fused.get(LinearAndLowRank.name, _no_kernel)(x, dense, bias, added)
+        if y is not None:
+            return y.split_with_sizes(sizes, -1)
+    results = whole.product(backend, x, bias).split_with_sizes(sizes, -1)
+    if added:
         for values, y in zip(runs, results, strict=True):
             if "narrow" in values:
                 backend.low_rank_product(values["narrow"], values["factor"], y)
-        return results
+    return results
 
 
 class GatedLinear(_Fused):
-    """y = silu(x G^T + b + …) * (x U^T + c + …), as `silu_mul` of two `linear_and_low_rank`; x [n,
-    in], gate_weight and up_weight [width, in], and what else those two take. gate_room, up_room:
-    where the factors are kept [n, width].
+    """y = silu(x G^T + b + …) * (x U^T + c + …), as `silu_mul` of two `linear_and_low_rank`.
+
+    Inputs: x [n, in], gate_weight and up_weight [width, in], and the other inputs of those two.
+    gate_room and up_room are the places where the factors are kept [n, width].
 
     Kernel: (x, G's rows and then U's [2 width, in], b and then c or None, `LowRankRows` of some of
     these columns, rooms of both factors or none) -> y.
@@ -144,7 +159,7 @@ class GatedLinear(_Fused):
     )
     outputs = ("y", "gate", "up")
     optional = frozenset(inputs) - {"x", "gate_weight", "up_weight"}
-    needs: ClassVar = dict.fromkeys(inputs)
+    needs = dict.fromkeys(inputs)
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return dict.fromkeys(self.outputs, ((shapes["gate_weight"][0],), None))
@@ -154,20 +169,18 @@ class GatedLinear(_Fused):
     ) -> dict[str, Tensor]:
         halves = [_half_of(values, name) for name in ("gate", "up")]
         rooms = [values[slot] for slot in ("gate_room", "up_room") if slot in values]
-        whole, bias = join_again(_weights(halves), [half.get("bias") for half in halves])
-        if whole is not None and (dense := as_dense(whole)) is not None:
-            y = self._kernel(context)(values["x"], dense, bias, _added(halves), rooms)
+        piece = piece_of(_weights(halves), [half.get("bias") for half in halves])
+        if piece is not None and (dense := as_dense(piece.whole)) is not None:
+            added = _added(halves, piece.sizes)
+            y = self._kernel(context)(values["x"], dense, piece.bias, added, rooms)
             if y is not None:
                 return {"y": y, **dict(zip(("gate", "up"), rooms, strict=False))}
-        gate, up = _PRODUCTS.products(halves, context)
+        gate, up = (results["y"] for results in products_of_same_rows(halves, context))
         return {"y": context.backend.silu_mul(gate, up), "gate": gate, "up": up}
 
 
-_PRODUCTS = LinearAndLowRank()
-
-
 def _half_of(values: Values, name: str) -> dict[str, Any]:
-    """What a factor of a gated unit is a product of."""
+    """Return the inputs of the product that is one factor of a gated unit."""
     slots = {slot: f"{name}_{slot}" for slot in ("weight", "bias", "narrow", "factor")}
     return {
         "x": values["x"],
@@ -179,18 +192,20 @@ def _weights(runs: Sequence[Values]) -> list[Weight]:
     return [as_weight(values["weight"]) for values in runs]
 
 
-def _added(runs: Sequence[Values]) -> list[LowRankRows]:
-    """What is added to products, at their columns if they stand side by side."""
-    found, first = list[LowRankRows](), 0
-    for values in runs:
+def _added(runs: Sequence[Values], sizes: Sequence[int]) -> list[LowRankRows]:
+    """Return the low-rank products that are added, at their columns where the results stand side by
+    side.
+    """
+    added, first = list[LowRankRows](), 0
+    for values, size in zip(runs, sizes, strict=True):
         if "narrow" in values:
-            found.append(LowRankRows(narrow=values["narrow"], b=values["factor"], first=first))
-        first += values["weight"].shape[0]
-    return found
+            added.append(LowRankRows(narrow=values["narrow"], b=values["factor"], first=first))
+        first += size
+    return added
 
 
 class LinearBesideLowRank(Operator):
-    """y = x W^T + b and narrow = x F^T, of which only the gradient of x is taken: dx = dy W +
+    """y = x W^T + b and narrow = x F^T, of which only the gradient of x is computed: dx = dy W +
     dnarrow F; x [n, in], weight [out, in], factor [rank, in].
 
     Kernel: (dy, weight, `LowRankGradient` of dnarrow and factor, rows that the result is added to
@@ -201,10 +216,9 @@ class LinearBesideLowRank(Operator):
     inputs = ("x", "weight", "bias", "factor")
     outputs = ("y", "narrow")
     optional = frozenset({"bias"})
-    needs: ClassVar = {"x": ("weight", "factor"), "weight": None, "bias": None, "factor": None}
-    sums: ClassVar[frozenset[str]] = frozenset({"x"})
-    joins_rows: ClassVar[bool] = True
-    grouped: ClassVar[frozenset[str]] = frozenset({"factor"})
+    needs = {"x": ("weight", "factor"), "weight": None, "bias": None, "factor": None}
+    joins_rows = True
+    grouped = frozenset({"factor"})
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None), "narrow": ((shapes["factor"][0],), None)}
@@ -222,38 +236,31 @@ class LinearBesideLowRank(Operator):
         attributes: Attributes,
         context: Context,
     ) -> dict[str, Tensor]:
-        return {"x": self._gradient(None, values, gradients, context)}
-
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        assert isinstance(total, Tensor), "rows"
-        self._gradient(total, values, gradients, context)
-
-    def _gradient(
-        self, total: Tensor | None, values: Values, gradients: Values, context: Context
-    ) -> Tensor:
-        weight, factor, dy, narrow = (
-            as_weight(values["weight"]),
-            values["factor"],
-            gradients["y"],
-            gradients["narrow"],
-        )
-        kernel, dense = context.backend.fused.get(self.name), as_dense(weight)
-        if kernel is not None and dense is not None and isinstance(factor, Tensor):
-            found = kernel(dy, dense, LowRankGradient(narrow=narrow, a=factor), total)
-            if found is not None:
-                return found
-        total = context.backend.low_rank_input_gradient(narrow, factor, total)
-        return weight.input_gradient(context.backend, dy, total)
+        return {"x": _gradient_beside_low_rank(None, values, gradients, context)}
 
     def flops_per_row(
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
     ) -> float:
         return 2.0 * (prod(specs["weight"].shape) + prod(specs["factor"].shape))
+
+
+def add_gradient_beside_low_rank(
+    total: Factor, values: Values, gradients: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add a `linear_beside_low_rank`'s gradient of x to rows, in place."""
+    assert isinstance(total, Tensor)
+    _gradient_beside_low_rank(total, values, gradients, context)
+
+
+def _gradient_beside_low_rank(
+    total: Tensor | None, values: Values, gradients: Values, context: Context
+) -> Tensor:
+    backend, dy, dnarrow = context.backend, gradients["y"], gradients["narrow"]
+    weight, factor = as_weight(values["weight"]), values["factor"]
+    kernel, dense = backend.fused.get(LinearBesideLowRank.name), as_dense(weight)
+    if kernel is not None and dense is not None and isinstance(factor, Tensor):
+        dx = kernel(dy, dense, LowRankGradient(narrow=dnarrow, a=factor), total)
+        if dx is not None:
+            return dx
+    total = backend.low_rank_input_gradient(dnarrow, factor, total)
+    return weight.input_gradient(backend, dy, total)

@@ -1,7 +1,6 @@
 """Gated delta layers: linear attention with a state of fixed size in place of keys and values."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -158,8 +157,8 @@ class SigmoidMul(RowWise):
     needs = {"gate": ("gate", "x"), "x": ("gate",)}
     restores = ("y",)
     flops_per_element = 5
-    by_columns: ClassVar[bool] = True
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    by_columns = True
+    linear_in = (frozenset({"x"}),)
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context

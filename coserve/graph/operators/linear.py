@@ -1,8 +1,7 @@
-"""Matrix product with a weight, and table look-up."""
+"""Matrix products with a weight, and table look-up."""
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from coserve.kernels.weights import as_weight
 
 
 class _Product(Operator):
-    """What all products with a weight [out, in] have in common."""
+    """A base of products with a weight [out, in]."""
 
-    takes_any_cut: ClassVar[bool] = True
+    takes_any_cut = True
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": ((shapes["weight"][0],), None)}
@@ -70,11 +69,9 @@ class Linear(_Product):
     inputs = ("x", "weight", "bias")
     optional = frozenset({"bias"})
     needs = {"x": ("weight",), "weight": ("x",), "bias": ()}
-    shared: ClassVar[str | None] = "x"
-    joins_rows: ClassVar[bool] = True
-    sums: ClassVar[frozenset[str]] = frozenset({"x"})
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
-    added: ClassVar[frozenset[str]] = frozenset({"bias"})
+    joins_rows = True
+    linear_in = (frozenset({"x"}),)
+    added = frozenset({"bias"})
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -84,17 +81,6 @@ class Linear(_Product):
                 context.backend, values["x"], values.get("bias")
             )
         }
-
-    def forward_all(
-        self, runs: Sequence[tuple[Values, Attributes]], context: Context
-    ) -> list[dict[str, Tensor]]:
-        weights, biases = (
-            [as_weight(v["weight"]) for v, _ in runs],
-            [v.get("bias") for v, _ in runs],
-        )
-        return [
-            {"y": y} for y in weights[0].products(context.backend, runs[0][0]["x"], weights, biases)
-        ]
 
     def vjp(
         self,
@@ -113,18 +99,6 @@ class Linear(_Product):
             result["bias"] = dy.float().sum(0)
         return result
 
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        assert isinstance(total, Tensor)
-        as_weight(values["weight"]).input_gradient(context.backend, gradients["y"], total)
-
 
 class LowRank(_Product):
     """y = x F^T with a factor F [out, in] of low rank, a parameter of an adapter: one of out and in
@@ -134,20 +108,14 @@ class LowRank(_Product):
     name = "low_rank"
     inputs = ("x", "weight")
     needs = {"x": ("weight",), "weight": ("x",)}
-    sums: ClassVar[frozenset[str]] = frozenset({"x", "weight"})
-    grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
-    apart: ClassVar[frozenset[str]] = frozenset({"x"})
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    grouped = frozenset({"weight"})
+    apart = frozenset({"x"})
+    linear_in = (frozenset({"x"}),)
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         return {"y": context.backend.low_rank_product(values["x"], values["weight"])}
-
-    def forward_onto(
-        self, total: Tensor, values: Values, attributes: Attributes, context: Context
-    ) -> None:
-        context.backend.low_rank_product(values["x"], values["weight"], total)
 
     def vjp(
         self,
@@ -163,21 +131,6 @@ class LowRank(_Product):
         if "weight" in wanted:
             result["weight"] = _low_rank_gradient(dy, values["x"], context)
         return result
-
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        if slot == "weight":
-            context.backend.add_low_rank_gradient(gradients["y"], values["x"], total)
-        else:
-            assert isinstance(total, Tensor)
-            context.backend.low_rank_input_gradient(gradients["y"], values["weight"], total)
 
 
 class DropoutLowRank(_Product):
@@ -196,9 +149,8 @@ class DropoutLowRank(_Product):
         "weight": ("x", "dropout_row_ids"),
         "dropout_row_ids": None,
     }
-    sums: ClassVar[frozenset[str]] = frozenset({"weight"})
-    grouped: ClassVar[frozenset[str]] = frozenset({"weight"})
-    linear_in: ClassVar[tuple[frozenset[str], ...]] = (frozenset({"x"}),)
+    grouped = frozenset({"weight"})
+    linear_in = (frozenset({"x"}),)
 
     def layouts(self, given: Given) -> Sequence[Layout]:
         return [each for each in super().layouts(given) if has_one_run(each.inputs.get("x"))]
@@ -231,23 +183,47 @@ class DropoutLowRank(_Product):
             result["weight"] = _low_rank_gradient(dy, kept, context)
         return result
 
-    def vjp_onto(
-        self,
-        total: Factor,
-        slot: str,
-        values: Values,
-        gradients: Values,
-        attributes: Attributes,
-        context: Context,
-    ) -> None:
-        kept = dropped(values["x"], values, attributes, context)
-        context.backend.add_low_rank_gradient(gradients["y"], kept, total)
+
+def add_input_gradient(
+    total: Factor, values: Values, gradients: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add a `linear`'s gradient of x to rows, in place."""
+    assert isinstance(total, Tensor)
+    as_weight(values["weight"]).input_gradient(context.backend, gradients["y"], total)
+
+
+def add_low_rank_product(
+    total: Tensor, values: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add the result of a `low_rank` to rows, in place."""
+    context.backend.low_rank_product(values["x"], values["weight"], total)
+
+
+def add_low_rank_input_gradient(
+    total: Factor, values: Values, gradients: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add a `low_rank`'s gradient of x to rows, in place."""
+    assert isinstance(total, Tensor)
+    context.backend.low_rank_input_gradient(gradients["y"], values["weight"], total)
+
+
+def add_low_rank_gradient(
+    total: Factor, values: Values, gradients: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add a `low_rank`'s gradient of its factor to the sum of each adapter, in place."""
+    context.backend.add_low_rank_gradient(gradients["y"], values["x"], total)
+
+
+def add_dropout_low_rank_gradient(
+    total: Factor, values: Values, gradients: Values, attributes: Attributes, context: Context
+) -> None:
+    """Add a `dropout_low_rank`'s gradient of its factor to the sum of each adapter, in place."""
+    kept = dropped(values["x"], values, attributes, context)
+    context.backend.add_low_rank_gradient(gradients["y"], kept, total)
 
 
 def dropped(x: Tensor, values: Values, attributes: Attributes, context: Context) -> Tensor:
-    """x without the features that its rows drop, which "dropout_row_ids" of the values says, scaled
-    up for them.
-    """
+    """Return x without the features that its rows drop (`dropout_row_ids`), scaled up for them."""
     return context.backend.dropped(
         x, values["dropout_row_ids"], p=attributes["p"], salt=attributes["salt"]
     )
@@ -261,8 +237,8 @@ def has_one_run(state: AnyState | None) -> bool:
 
 
 def with_first_feature(attributes: Attributes, state: AnyState, rank: int) -> Attributes:
-    """Return dropout's attributes on a rank: features are counted from the salt on, which moves to
-    its first one.
+    """Return dropout's attributes on a rank: features count from the salt, which moves to the
+    rank's first feature.
     """
     if not isinstance(state, Cut):
         return attributes
@@ -270,23 +246,22 @@ def with_first_feature(attributes: Attributes, state: AnyState, rank: int) -> At
 
 
 def _low_rank_gradient(dy: Tensor, x: Tensor, context: Context) -> Tensor:
-    """dF of one adapter, float32 [out, in]."""
+    """Return dF of one adapter, float32 [out, in]."""
     total = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
     context.backend.add_low_rank_gradient(dy, x, total)
     return total
 
 
 class Embedding(Operator):
-    """y = weight[ids + offset]; ids int64 [n], weight [entries, width]. A negative id gives a row
-    of zeros.
+    """y = weight[ids + offset]; ids int64 [n], weight [entries, width].
 
-    An id beyond the table is of a row whose adapter has a larger table, and looks up any entry:
-    what it gives is not used. Ids that nobody has are refused where requests and examples come in.
-
-    Negative ids are virtual tokens: id -1 - j is the j-th. With the attribute `virtual` they are
-    what is looked up (at j), and the rows of all others are zeros. Attribute `first`, on a rank
-    that has a part of a table: the number of its first entry; ids of entries that others have give
-    rows of zeros.
+    - Negative ids are virtual tokens: id -1 - j is the j-th. They give rows of zeros.
+    - With the attribute `virtual` only they are looked up (at j), and all other rows are zeros.
+    - Attribute `first`, on a rank that has a part of a table: the number of its first entry. Ids of
+      entries that other ranks have give rows of zeros.
+    - An id beyond the table belongs to a row whose adapter has a larger table. It looks up any
+      entry, and the result is not used. Ids that no table has are refused where requests and
+      examples come in.
     """
 
     name = "embedding"
@@ -316,7 +291,7 @@ class Embedding(Operator):
         return {**attributes, "first": cut.runs[rank][0].start}
 
     def _entries(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
-        """Which entry each row looks up, and which rows look up nothing."""
+        """Return the entry that each row looks up, and whether it looks up nothing."""
         ids = -1 - values["ids"] if attributes.get("virtual") else values["ids"]
         if "first" in attributes:
             entries = ids + (attributes["offset"] - attributes["first"])
@@ -354,5 +329,5 @@ class Embedding(Operator):
     def bytes_moved(
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, load: Load
     ) -> int:
-        """Only the rows that are looked up are read."""
+        """Return the memory traffic of the rows that are looked up."""
         return 2 * load.rows * specs["y"].num_bytes(load.compute_dtype)

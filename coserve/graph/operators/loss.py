@@ -1,8 +1,7 @@
-"""Next-token loss, of logits or of the rows that a head makes them of."""
+"""Next-token loss, of logits or of the rows that the head's product turns into logits."""
 
 from collections.abc import Collection, Mapping
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -61,11 +60,11 @@ class CrossEntropy(Operator):
 
 
 class LinearCrossEntropy(Operator):
-    """`cross_entropy` of logits = x W^T + b, as in `linear`, which nothing else needs: x [n, in],
+    """`cross_entropy` of logits = x W^T + b, as in `linear`, which nothing else reads: x [n, in],
     weight [vocabulary, in], bias [vocabulary].
 
-    One operator and not two, so that the gradient of the logits may take their place, and a backend
-    may go from the logits to the gradient of x alone without that gradient ever being there.
+    One operator and not two, so that the gradient of the logits may take their place in memory, and
+    a backend may compute the gradient of x from the logits without storing theirs.
 
     Kernel (`Backend.fused`), of that gradient: (logits, which it may overwrite, targets, log_sum,
     gradient of the loss, weight) -> gradient of x.
@@ -81,7 +80,7 @@ class LinearCrossEntropy(Operator):
         "bias": _READ_BY_GRADIENT,
         "targets": None,
     }
-    overwrites: ClassVar[frozenset[str]] = frozenset({"logits"})
+    overwrites = frozenset({"logits"})
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {**_LOSS.infer(shapes, attributes), "logits": ((shapes["weight"][0],), None)}

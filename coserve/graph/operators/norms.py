@@ -18,7 +18,7 @@ from coserve.kernels.cuts import Cut
 class RmsNorm(RowWise):
     """y = weight * x / rms(x); x [n, width], weight [features]. Source: arXiv 1910.07467.
 
-    Attribute plus_one, where it is so: what is stored is the weight less one (Gemma).
+    Attribute plus_one, where it is set: the stored tensor is the weight less one (Gemma).
     """
 
     name = "rms_norm"
@@ -94,7 +94,7 @@ class RmsNorm(RowWise):
 
 
 def _whole(weight: Tensor, attributes: Attributes) -> Tensor:
-    """The weight itself; in float32 where one is added, as transformers does."""
+    """Return the weight itself; in float32 where one is added, as transformers does."""
     return weight.float() + 1 if attributes.get("plus_one") else weight
 
 

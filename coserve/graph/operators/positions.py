@@ -11,10 +11,10 @@ from coserve.kernels.cuts import Cut
 
 
 class Rope(RowWise):
-    """Rotate each head of x by its row's angles; x [n, heads * D], cos and sin [n, R] with equal
-    halves.
+    """A rotation of each head of x by its row's angles; x [n, heads * D], cos and sin [n, R] with
+    equal halves.
 
-    Attributes, only where it is not all of Llama's: head_dim (D, of which the first R features are
+    Attributes, only where they differ from Llama's: head_dim (D, of which the first R features are
     rotated and the rest stays) and interleaved (features 2i and 2i + 1 are a pair, as in GPT-J, and
     not i and i + R / 2).
     """
@@ -58,7 +58,7 @@ def _turned(
     values: Values,
     attributes: Attributes,
 ) -> Tensor:
-    """A rotation of whole heads, on the features that are rotated, with pairs half a width
+    """Apply a rotation of whole heads to the features that are rotated, with pairs half a width
     apart.
     """
     cos, sin = values["cos"], values["sin"]

@@ -6,7 +6,6 @@ its tensor; what a collective does to it is the transpose of what it does to the
 """
 
 from collections.abc import Collection, Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,10 +31,10 @@ _TRAFFIC_PER_ELEMENT = 16
 
 
 class _Collective(RowWise):
-    """What collectives of rows have in common. Attribute: tensor, the name for messages."""
+    """A base of collectives of rows. Attribute: tensor, the name for messages."""
 
     inputs = ("x",)
-    needs: ClassVar = {"x": ()}
+    needs = {"x": ()}
     flops_per_element = 0
 
     def moved_bytes_per_row(self, specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> int:
@@ -201,7 +200,7 @@ class RankRmsNorm(RowWise):
 
     name = "rank_rms_norm"
     inputs = ("x", "weight")
-    needs: ClassVar = {"x": ("x", "weight"), "weight": ("x",)}
+    needs = {"x": ("x", "weight"), "weight": ("x",)}
     flops_per_element = 4
     moves = moves_gradient = True
 

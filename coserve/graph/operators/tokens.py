@@ -4,7 +4,6 @@ head.
 
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ class OtherRows(Operator):
 
     name = "other_rows"
     inputs = ("base", "weight", "ids")
-    needs: ClassVar = {"base": ("ids",), "weight": ("ids",), "ids": None}
+    needs = {"base": ("ids",), "weight": ("ids",), "ids": None}
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": (shapes["base"], None)}
@@ -65,7 +64,7 @@ class OtherColumns(Operator):
 
     name = "other_columns"
     inputs = ("base", "x", "weight")
-    needs: ClassVar = {"base": (), "x": ("weight",), "weight": ("x",)}
+    needs = {"base": (), "x": ("weight",), "weight": ("x",)}
 
     def infer(self, shapes: Mapping[str, Shape], attributes: Attributes) -> Shapes:
         return {"y": (shapes["base"], None)}
