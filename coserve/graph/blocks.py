@@ -2,7 +2,7 @@
 rows are in a batch.
 
 How a library sums up a product depends on its shape: the number of rows decides which of its loops
-runs. Where a row stands among those of a block decides nothing.
+runs. The place of a row among those of a block decides nothing.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,8 +15,8 @@ Slots = Mapping[str, Any]
 
 
 def split_rows(x: Tensor, size: int) -> Sequence[Tensor]:
-    """x [n, …] as contiguous blocks [size, …], the last one filled up with its last row; n is at
-    least 1.
+    """Split x [n, …] into contiguous blocks [size, …], the last of which is filled up with x's last
+    row; n is at least 1.
     """
     missing = -x.shape[0] % size
     x = torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) if missing else x.contiguous()
@@ -29,10 +29,13 @@ def in_blocks(
     row_slots: Sequence[Collection[str]],
     size: int,
 ) -> list[dict[str, Tensor]]:
-    """What `run` makes of several nodes' inputs by slot, block by block; row_slots: those that are
-    [n, …].
+    """Run several nodes block by block, and return each node's outputs [n, …] by slot, contiguous.
 
-    Returns each node's outputs [n, …] by slot, contiguous.
+    Args:
+        run: computes the nodes' outputs from their inputs.
+        inputs: each node's inputs by slot.
+        row_slots: each node's inputs that have rows, [n, …].
+        size: rows of a block.
     """
     tensors = {
         id(given[slot]): given[slot]

@@ -1,10 +1,10 @@
-"""Bypasses: how an adapter sits on a graph without changing it (FlexLLM section 4.1, MuxTune
+"""Bypasses: additions of an adapter to a graph, which stays as it is (FlexLLM section 4.1, MuxTune
 section 3.2).
 
 A bypass reads tensors at one node of the backbone, the site, and gives one tensor that is added to
 the site's output: ``y = backbone(x) + bypass(x, y, weights)``. A bypass may also bring weights of
 its own for the site: its rows then run the site's operator with these in place of the backbone's,
-and what it adds is added to that. Rows without an adapter run the backbone's graph as it is.
+and its result is added to that. Rows without an adapter run the backbone's graph as it is.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,20 @@ class Bypass:
     """A small graph with parameters (and tensors that are derived from them) of its own, any
     constants, and one output as wide as the site's.
 
-    Of the site it reads what it declares: rows "x", the site's input (LoRA); rows "y", its output
-    before the sum (IA3, bottleneck adapters); rows "experts", which experts each row goes to (LoRA
-    at those of a mixture); weights, by the site's own names for them, such as "weight" and "bias"
-    (DoRA).
+    It declares what it reads of the site:
 
-    own: by slot of the site, the tensors ("parameter" or "derived") that take the place of the
-    site's weights there. graph: None if nothing is added to what the site gives with these.
+    - rows "x", the site's input (LoRA);
+    - rows "y", the site's output before the sum (IA3, bottleneck adapters);
+    - rows "experts", the experts that each row goes to (LoRA at the experts of a mixture);
+    - weights, by the site's own names for them, such as "weight" and "bias" (DoRA).
     """
 
     graph: Graph | None = None
+    """The graph whose output is added; None: nothing is added to what the site gives with `own`."""
     own: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """Tensors ("parameter" or "derived") that take the place of the site's weights, by the site's
+    slot.
+    """
 
     def __post_init__(self) -> None:
         if self.graph is None:
@@ -69,19 +72,25 @@ class AttachedBypass:
     """A bypass at its site, with the tensor names of the host graph."""
 
     nodes: tuple[Node, ...]
-    source: str  # the site's input
-    base: str  # what the site itself gives, before the sum; its output, if nothing is added
-    result: str  # what it adds
-    weights: tuple[str, ...] = ()  # of the site, those that it reads
-    instead: Node | None = (
-        None  # the site with the adapter's weights, which rows run in place of the site
-    )
+    """Nodes of the bypass, in execution order."""
+    source: str
+    """The site's input."""
+    base: str
+    """The site's own result, before the sum; its output, if nothing is added."""
+    result: str
+    """The tensor that is added."""
+    weights: tuple[str, ...] = ()
+    """The site's weights that the bypass reads."""
+    instead: Node | None = None
+    """The site with the adapter's weights, which rows run in place of the site; None: it has none.
+    """
 
     @cached_property
     def last_low_rank(self) -> Node | None:
-        """The last node, if it is a product of low rank whose result is what the bypass adds, and
-        none of the nodes reads what the site gives or a weight of it: all but that product may then
-        run before the site.
+        """Return the last node, if all nodes but that one may run before the site.
+
+        That is so where the last node is a low-rank product whose result the bypass adds, and no
+        node reads the site's result or a weight of the site.
         """
         if self.instead is not None:
             return None
@@ -95,17 +104,17 @@ class AttachedBypass:
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedGraph:
-    """A graph with its bypasses as nodes (what is differentiated), and the bypasses by site (what
-    rows of the adapter run).
-    """
+    """A graph with its bypasses."""
 
     graph: Graph
+    """The graph with the bypasses as nodes, which is differentiated."""
     bypasses: Mapping[str, AttachedBypass]
+    """The bypasses by site, which rows of the adapter run."""
 
 
 def combined(first: Graph, second: Graph) -> Graph:
     """Return the graph of a bypass that adds what two graphs of one site add. They read the same
-    rows by the same names, and name nothing else alike.
+    rows by the same names, and have no other name in common.
     """
     tensors = {tensor.name: tensor for tensor in (*first.tensors, *second.tensors)}
     b = GraphBuilder(*tensors.values(), nodes=(*first.nodes, *second.nodes))
@@ -115,14 +124,18 @@ def combined(first: Graph, second: Graph) -> Graph:
 def attach(
     graph: Graph, bypasses: Mapping[str, Bypass], at: Mapping[str, str] | None = None
 ) -> AttachedGraph:
-    """Put each bypass at the node that its key, the site, names.
-
-    at: by site, the node to whose output the result is added, where that is another: what the
-    bypass reads, and the names of its tensors, are the site's either way.
+    """Attach each bypass to the node that its key, the site, names.
 
     Tensors and nodes of a bypass get the site's name in front (parameter `lora_A.weight` at
     `self_attn.q_proj` becomes `self_attn.q_proj.lora_A.weight`); constants keep theirs. The sum
     takes over the name of the site's output.
+
+    Args:
+        at: by site, the node to whose output the result is added, where that is another. The bypass
+            reads the site's tensors, and its tensors are named after the site, either way.
+
+    Raises:
+        GraphError: a site is not a node, or does not have what a bypass reads.
     """
     if unknown := [site for site in bypasses if site not in graph.node]:
         raise GraphError(f"no node {', '.join(unknown)} to attach a bypass to")
@@ -143,10 +156,13 @@ def attach(
 def _attach_at(
     graph: Graph, node: Node, site_node: Node, bypass: Bypass, tensors: dict[str, TensorSpec]
 ) -> tuple[list[Node], AttachedBypass]:
-    """Return the nodes that take the place of a node, and the bypass; what they need is added to
-    `tensors`.
+    """Return the nodes that take the place of a node, and the bypass.
 
-    node: to whose output the bypass is added. site_node: what it reads of the site.
+    Args:
+        node: the node to whose output the bypass is added.
+        site_node: the node whose tensors the bypass reads.
+        bypass: the bypass.
+        tensors: the graph's tensors, to which those of the new nodes are added.
     """
     site, (slot, output), source = site_node.name, node.outputs[0], site_node.inputs[0][1]
     assert node is site_node or not bypass.own, "weights of its own take the place of the site's"

@@ -1,5 +1,5 @@
-"""Reverse-mode differentiation of a graph, and the pruning of what nobody asked for (FlexLLM
-section 5.2, algorithm 1).
+"""Reverse-mode differentiation of a graph, and the pruning of gradients that nothing asks for
+(FlexLLM section 5.2, algorithm 1).
 """
 
 from collections.abc import Collection
@@ -12,18 +12,18 @@ from coserve.graph.ir import Graph, Node
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNode:
-    """The reverse of one node: the input slots whose gradients it gives.
-
-    `substitutes` pairs slots with tensors read in place of the slot's own (packed signs).
-    """
+    """The reverse of one node."""
 
     node: Node
+    """The forward node."""
     wanted: tuple[str, ...]
+    """Input slots whose gradients it gives."""
     substitutes: tuple[tuple[str, str], ...] = ()
+    """Pairs of a slot and the tensor that is read in place of the slot's own (packed signs)."""
 
     def reads(self, wanted: Collection[str] | None = None) -> dict[str, str]:
-        """Slot -> forward tensor that the VJP reads, for these gradients (default: all that are
-        wanted).
+        """Return, by slot, the forward tensors that the VJP reads for these gradients (default: all
+        wanted ones).
         """
         rule = self.node.operator
         slots = rule.reads(self.wanted if wanted is None else wanted, self.node.tensor)
@@ -35,33 +35,36 @@ class BackwardGraph:
     """A graph and the reverse of its nodes, in the order in which they can run."""
 
     graph: Graph
+    """The forward graph."""
     nodes: tuple[GradientNode, ...]
+    """Reverses of its nodes, in an order in which they can run."""
 
     @cached_property
     def gradient_node(self) -> dict[str, GradientNode]:
-        """By the name of the forward node."""
+        """Return the reverse of each node, by the node's name."""
         return {gradient.node.name: gradient for gradient in self.nodes}
 
     @cached_property
     def activations(self) -> tuple[str, ...]:
-        """The row tensors that the VJPs read: what a forward pass would have to save."""
+        """Return the row tensors that the VJPs read: those that a forward pass has to save."""
         names = {name for gradient in self.nodes for name in gradient.reads().values()}
         return tuple(
             name for name, spec in self.graph.spec.items() if name in names and spec.kind == "row"
         )
 
     def is_leaf(self, tensor: str) -> bool:
-        """Whether a gradient ends here, in a weight or a parameter: nothing else in the backward
-        pass waits for it.
+        """Return whether a gradient ends here, in a weight or a parameter, so that nothing else in
+        the backward pass waits for it.
         """
         return self.graph.spec[tensor].kind in ("weight", "parameter", "derived")
 
 
 def differentiate(graph: Graph, of: Collection[str] | None = None) -> BackwardGraph:
-    """The whole backward graph: the gradients of `of` (default: all outputs) with respect to
+    """Return the whole backward graph: the gradients of `of` (default: all outputs) with respect to
     everything that has one.
 
-    Raises GraphError where an operator on the way has no rule.
+    Raises:
+        GraphError: an operator on the way has no rule.
     """
     reached = set(graph.outputs if of is None else of)
     nodes = []
@@ -82,8 +85,11 @@ def prune(backward: BackwardGraph, keep: Collection[str]) -> BackwardGraph:
     the block's input).
 
     A gradient is needed if it is asked for, or if the reverse of the node that made the tensor is
-    still alive. Forward order decides that in one sweep, since it meets a tensor's producer before
+    still alive. One sweep in forward order decides that, since it meets a tensor's producer before
     its readers.
+
+    Raises:
+        GraphError: the graph does not have one of these tensors.
     """
     if unknown := [name for name in keep if name not in backward.graph.spec]:
         raise GraphError(

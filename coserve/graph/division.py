@@ -1,9 +1,9 @@
-"""What ranks of a group keep of the rows that all of them have alike.
+"""Division of the rows that all ranks of a group hold alike: each rank saves some columns.
 
 Between a block's sum and the next divided product every rank has the whole row: the block's input,
-what the norms read. Saved whole, these would be the larger part of what a rank saves once the rest
-is divided. Each rank may save its columns of them alone, and the backward pass gathers the row in
-front of its first reader. Nothing changes for the forward pass but how much is copied.
+the inputs of the norms. Saved whole, these would be the larger part of what a rank saves once the
+rest is divided. Each rank may save its columns of them alone, and the backward pass gathers the row
+in front of its first reader. For the forward pass only the number of copied bytes changes.
 
 Columns rather than rows, as Megatron-LM's sequence parallelism (Korthikanti et al., arXiv
 2205.05198, section 4.2.2) and FlexLLM's partition of the token dimension (arXiv 2402.18789, section
@@ -45,11 +45,11 @@ class Division:
         return spec.num_bytes(compute_dtype) // self.size
 
     def gather_flops(self, spec: TensorSpec, compute_dtype: torch.dtype) -> float:
-        """Return what gathering a row of a divided tensor costs, in FLOPs of the same time."""
+        """Return the cost of gathering a row of a divided tensor, in FLOPs of the same time."""
         return self.flops_per_byte * spec.num_bytes(compute_dtype)
 
     def link_flops(self, graph: Graph, node: Node, compute_dtype: torch.dtype) -> float:
-        """Return what a row costs that a collective moves in one direction, in FLOPs of the same
+        """Return the cost of a row that a collective moves in one direction, in FLOPs of the same
         time.
 
         A sum is a gather after a scatter of as many bytes.
@@ -65,11 +65,11 @@ def dividable(graph: Graph, states: Mapping[str, AnyState], size: int) -> frozen
     """Return the tensors of which each rank may save its columns: those that all ranks have alike
     and whole.
 
-    Rows narrower than the graph's output are left out, since a collective of its own costs more
-    than they take, and so is what is read of other rows than a window's own.
+    Rows narrower than the graph's output are left out, since a collective of their own costs more
+    than they take. So are tensors that are read of other rows than a window's own.
 
     Args:
-        graph: a block's, of any rank.
+        graph: a block's graph, of any rank.
         states: state of each tensor; one without is not divided.
         size: number of ranks.
     """

@@ -1,5 +1,5 @@
-"""Programs: what a block does forward and backward, written down as data that can be printed,
-counted and stopped anywhere.
+"""Programs: the forward and backward pass of a block as data that can be printed, counted and
+stopped between any two instructions.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,26 +20,34 @@ from coserve.graph.rematerialize import Retention, Weighing, keep_least, remater
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One step of a backward pass: run a node again (or gather what ranks keep of its output), or
-    reverse it for the `wanted` gradients (and restored outputs).
-    """
+    """One step of a backward pass."""
 
     kind: Literal["recompute", "reverse"]
+    """"recompute": run the node again (or gather the columns that ranks keep of its output).
+    "reverse": run its VJP.
+    """
     node: Node
+    """The node that is run again or reversed."""
     wanted: tuple[str, ...] = ()
-    reads: tuple[tuple[str, str], ...] = ()  # slot -> forward tensor
-    frees: tuple[str, ...] = ()  # forward tensors that no later instruction reads
-    frees_gradients: tuple[str, ...] = ()  # gradients that no later instruction reads
-    parts: tuple["Instruction", ...] = ()  # those that it was fused of, in their order
+    """Slots of a reversed node: inputs whose gradients are computed, and outputs that are restored.
+    """
+    reads: tuple[tuple[str, str], ...] = ()
+    """Pairs of a slot and the forward tensor that it reads."""
+    frees: tuple[str, ...] = ()
+    """Forward tensors that no later instruction reads."""
+    frees_gradients: tuple[str, ...] = ()
+    """Gradients that no later instruction reads."""
+    parts: tuple["Instruction", ...] = ()
+    """Instructions that this one was fused of, in their order."""
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """Tensors whose gradients it contributes to."""
+        """Return the tensors whose gradients it contributes to."""
         return tuple(self.node.input[slot] for slot in self.wanted if slot in self.node.input)
 
     @property
     def restores(self) -> tuple[str, ...]:
-        """Forward tensors that it hands back."""
+        """Return the forward tensors that it restores."""
         return tuple(self.node.output[slot] for slot in self.wanted if slot in self.node.output)
 
 
@@ -50,20 +58,25 @@ class Program:
     """
 
     graph: Graph
+    """The graph, with bypasses attached."""
     asked: tuple[str, ...]
+    """Tensors whose gradients the backward pass gives."""
     retention: Retention
+    """Choice of the tensors that are kept, restored and recomputed."""
     backward: tuple[Instruction, ...]
+    """Instructions of the backward pass, in order."""
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
-        """Row tensors to keep from the forward pass, in the order of the graph."""
+        """Return the row tensors to keep from the forward pass, in the order of the graph."""
         kept = self.retention.saved | self._pieces
         return tuple(name for name in self.graph.spec if name in kept)
 
     @cached_property
     def only_saved(self) -> Mapping[str, Node]:
-        """Saved tensors that are made only to be saved (packed signs, a rank's columns), by name,
-        and what makes each: the forward pass runs these nodes for the rows that keep them.
+        """Return the nodes whose results are computed only to be saved (packed signs, a rank's
+        columns), by the saved tensor's name. The forward pass runs them for the rows that keep
+        these.
         """
         made = {
             name: self.graph.producer[name] for name in self.saved if name in self.graph.producer
@@ -79,19 +92,19 @@ class Program:
         return frozenset(map(piece_name, self.retention.divided))
 
     def saved_bytes_per_token(self, compute_dtype: torch.dtype) -> int:
-        """Bytes of saved tensors per row."""
+        """Return the bytes of saved tensors per row."""
         return sum(self.graph.spec[name].num_bytes(compute_dtype) for name in self.saved)
 
     def forward_cost(self, load: Load) -> Cost:
-        """Cost of the forward nodes."""
+        """Return the cost of the forward nodes."""
         return self.graph.cost(load)
 
     def backward_cost(self, load: Load) -> Cost:
-        """Cost of the backward instructions, recomputation included."""
+        """Return the cost of the backward instructions, recomputation included."""
         return sum((self.step_cost(step, load) for step in self.backward), Cost())
 
     def step_cost(self, step: Instruction, load: Load) -> Cost:
-        """Cost of one of the backward instructions."""
+        """Return the cost of one of the backward instructions."""
         if step.kind == "recompute":
             return self.graph.node_cost(step.node, load)
         wanted = [slot for slot in step.wanted if slot in step.node.input]
@@ -109,21 +122,22 @@ def compile_program(
     max_recompute: float = 0.0,
     fused: Collection[str] = (),
 ) -> Program:
-    """From a graph (bypasses attached) to its program.
+    """Compile a graph (with bypasses attached) to a program.
 
     Args:
         asked: tensors whose gradients are wanted: adapter parameters, chosen weights, the block's
             input.
-        by: what choices of what to keep are weighed by.
+        by: measures by which the choices of what to keep are weighed.
         of: outputs to differentiate (default: all).
-        budget_bytes_per_token: most bytes of saved tensors per row.
-        max_recompute: without a budget, the most FLOPs that may be spent on recomputing to keep
-            less, as a share of the forward and backward pass; with 0 whatever the backward pass
+        budget_bytes_per_token: maximum bytes of saved tensors per row.
+        max_recompute: without a budget, the maximum FLOPs to spend on recomputing in order to keep
+            less, as a share of the forward and backward pass; 0: everything that the backward pass
             reads is saved.
         fused: fused operators that the backward pass may use (`graph.fuse`).
 
     Raises:
-        GraphError: a rule is missing. BudgetError: the budget is below what any choice needs.
+        GraphError: a rule is missing.
+        BudgetError: the budget is below what any choice needs.
     """
     backward = backward_graph(graph, asked, of=of)
     if budget_bytes_per_token is not None:
@@ -138,8 +152,8 @@ def compile_program(
 def backward_graph(
     graph: Graph, asked: Collection[str], *, of: Collection[str] | None = None
 ) -> BackwardGraph:
-    """The gradients of `of` (default: all outputs) that were asked for, pruned, with signs for what
-    needs no more.
+    """Return the gradients of `of` (default: all outputs) that lead to those asked for, with packed
+    signs where a gradient needs no more.
     """
     return compress(prune(differentiate(graph, of), asked))
 
@@ -150,7 +164,7 @@ def link(
     asked: Collection[str],
     fused: Collection[str] = (),
 ) -> Program:
-    """The program of a backward graph under one choice of what to keep."""
+    """Return the program of a backward graph under one choice of what to keep."""
     steps = _fused(_Scheduler(backward, retention).schedule(), fused)
     graph = with_pieces(backward.graph, retention.divided, retention.division)
     return Program(
@@ -162,8 +176,8 @@ def link(
 
 
 class _Scheduler:
-    """Orders the reverse of every node, recomputation just before its first reader, and what waits
-    for restored tensors after that.
+    """An order of a backward pass: the reverse of every node, recomputation just before its first
+    reader, and whatever waits for restored tensors after these.
     """
 
     def __init__(self, backward: BackwardGraph, retention: Retention) -> None:
@@ -237,7 +251,7 @@ class _Scheduler:
 
 
 def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruction]:
-    """Make one instruction of two neighbours whose gradients of the same rows are made at once."""
+    """Merge neighbouring instructions where one kernel gives their gradients of the same rows."""
     found: list[Instruction] = []
     for step in steps:
         before = found[-1] if found else None
@@ -266,7 +280,7 @@ def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruc
 
 
 def _narrowed(step: Instruction, wanted: tuple[str, ...]) -> Instruction:
-    """The reverse of the same node for some of its gradients."""
+    """Return the reverse of the same node for some of its gradients."""
     slots = step.node.operator.reads(wanted, step.node.tensor)
     return replace(
         step, wanted=wanted, reads=tuple(pair for pair in step.reads if pair[0] in slots)
@@ -274,7 +288,7 @@ def _narrowed(step: Instruction, wanted: tuple[str, ...]) -> Instruction:
 
 
 def _with_frees(steps: list[Instruction], asked: Collection[str]) -> tuple[Instruction, ...]:
-    """Note with each instruction what nobody reads after it."""
+    """Add to each instruction the tensors and gradients that no later one reads."""
     tensors: set[str] = set()
     gradients: set[str] = set(asked)
     finished = []

@@ -1,14 +1,14 @@
-"""What to keep of the forward pass: everything that the backward pass reads, or less of it for a
-few FLOPs more.
+"""The choice of what to keep of the forward pass: everything that the backward pass reads, or less
+of it for a few FLOPs more.
 
 FlexLLM (section 5.2, algorithm 1, step 2) drops a tensor when its inputs are kept and its operator
 is cheap. Here the choice is exact: for every number of bytes, the set of tensors that costs the
 fewest FLOPs to compute again. A tensor that the backward pass reads is in one of these states.
 
 - saved: kept by the forward pass.
-- divided: of what all ranks of a group have alike, each keeps some columns (`graph.division`), and
-  they gather it.
-- restored: handed back by the VJP of the operator that made it, for readers that can wait for that:
+- divided: all ranks of a group have it alike, each keeps some columns (`graph.division`), and they
+  gather it.
+- restored: returned by the VJP of the operator that made it, for readers that can wait for that:
   gradients of weights and parameters, which nothing waits for. No operator runs again, and what the
   VJP adds to its own work (a product or two per element of what it holds already) is counted as
   free.
@@ -29,17 +29,24 @@ from coserve.graph.ir import Graph, Node
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """One choice, with what it costs. Tensors are named as in the graph."""
+    """One choice, with its cost. Tensors are named as in the graph."""
 
     saved: frozenset[str]
+    """Tensors that the forward pass keeps whole."""
     restored: frozenset[str]
+    """Tensors that a VJP returns."""
     recomputed: frozenset[str]
+    """Tensors that are computed again."""
     bytes_per_token: int
-    # Of the forward and backward pass with nothing recomputed or gathered. What a link moves counts
-    # as the FLOPs that a rank computes meanwhile.
+    """Bytes that are kept per row."""
     extra_flops_fraction: float
+    """Extra FLOPs, as a share of the forward and backward pass with nothing recomputed or gathered.
+    Bytes that a link moves count as the FLOPs that a rank computes meanwhile.
+    """
     divided: frozenset[str] = frozenset()
+    """Tensors of which each rank keeps its columns."""
     division: Division = UNDIVIDED
+    """Division among the ranks."""
 
 
 # A need: a tensor, and whether all of its readers can wait until its producer has been reversed.
@@ -48,17 +55,23 @@ _Needs = frozenset[tuple[str, bool]]
 
 @dataclass(frozen=True)
 class _Partial:
-    """A choice under way: what has been decided for the tensors after some node."""
+    """A choice under way: decisions for the tensors after some node."""
 
     num_bytes: int
+    """Bytes that are kept per row."""
     flops: float
+    """Extra FLOPs of a row."""
     saved: frozenset[str] = frozenset()
+    """Tensors that are kept whole."""
     restored: frozenset[str] = frozenset()
+    """Tensors that a VJP returns."""
     recomputed: frozenset[str] = frozenset()
+    """Tensors that are computed again."""
     divided: frozenset[str] = frozenset()
+    """Tensors of which each rank keeps its columns."""
 
     def and_then(self, step: "_Partial") -> "_Partial":
-        """Return the choice with what is decided for one node more."""
+        """Return the choice with the decisions for one more node."""
         return _Partial(
             self.num_bytes + step.num_bytes,
             self.flops + step.flops,
@@ -71,21 +84,22 @@ class _Partial:
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing:
-    """What choices are weighed by."""
+    """Measures by which choices are weighed."""
 
     compute_dtype: torch.dtype
+    """Dtype of the tensors that have none of their own."""
     mean_context_len: float
     """Mean number of keys that a row attends to."""
     division: Division = UNDIVIDED
-    """What ranks may keep in pieces."""
+    """Tensors that ranks may keep in pieces."""
 
 
 def save_all(backward: BackwardGraph, by: Weighing) -> Retention:
-    """Return what is kept where nothing is computed twice: pruning (and restoring) alone.
+    """Return the choice that computes nothing twice: pruning (and restoring) alone.
 
-    What is another tensor under a second name is not kept twice. Of several ranks, each keeps some
-    columns of what all have alike if bytes times the seconds of a pass, which a pack holds them
-    for, become fewer: a link may be so slow that gathering takes longer than it is worth.
+    A tensor that is another one under a second name is not kept twice. Each of several ranks keeps
+    some columns of what all have alike if that reduces bytes times the seconds of a pass, for which
+    a pack holds them: a link may be so slow that gathering takes longer than it is worth.
     """
     choices = _search(backward, by, recompute=False)
     return min(
@@ -117,18 +131,18 @@ def rematerialize(backward: BackwardGraph, budget_bytes_per_token: int, by: Weig
 
 
 def keep_least(backward: BackwardGraph, max_recompute: float, by: Weighing) -> Retention:
-    """Return the choice that keeps the fewest bytes of those with at most these extra FLOPs, as a
-    share of the forward and backward pass; what `save_all` spends is always allowed.
+    """Return the choice that keeps the fewest bytes, among those with at most these extra FLOPs as
+    a share of the forward and backward pass. The extra FLOPs of `save_all` are always allowed.
     """
     most = max(max_recompute, save_all(backward, by).extra_flops_fraction)
     return [choice for choice in frontier(backward, by) if choice.extra_flops_fraction <= most][-1]
 
 
 def _search(backward: BackwardGraph, by: Weighing, *, recompute: bool) -> tuple[Retention, ...]:
-    """Dynamic programming from the last node to the first over the set of tensors that are still
-    needed.
+    """Search by dynamic programming from the last node to the first, over the set of tensors that
+    are still needed.
 
-    A graph of a transformer block is narrow, so there are few such sets; dominated choices are
+    A graph of a transformer block is narrow, so there are few such sets. Dominated choices are
     dropped for each.
     """
     partials: dict[_Needs, list[_Partial]] = {_first_needs(backward): [_Partial(0, 0.0)]}
@@ -172,7 +186,7 @@ def _kept(name: str, by: Weighing) -> list[str]:
 
 
 def _keeping(graph: Graph, ways: Mapping[str, str], by: Weighing) -> _Partial:
-    """Return what tensors cost that are kept, each in its way; others cost nothing here."""
+    """Return the cost of the tensors that are kept, each in its way; others cost nothing here."""
     names = {
         way: frozenset(name for name, each in ways.items() if each == way)
         for way in ("saved", "divided")
@@ -188,7 +202,7 @@ def _keeping(graph: Graph, ways: Mapping[str, str], by: Weighing) -> _Partial:
 
 
 def _first_needs(backward: BackwardGraph) -> _Needs:
-    """What the VJPs read, and what later windows of the forward pass read."""
+    """Return the tensors that the VJPs and later windows of the forward pass read."""
     graph = backward.graph
     needed = {(name, False) for name in graph.kv_tensors}
     for gradient in backward.nodes:
@@ -203,15 +217,15 @@ def _first_needs(backward: BackwardGraph) -> _Needs:
 
 
 def _merged(needs: set[tuple[str, bool]]) -> _Needs:
-    """One entry per tensor: it can wait only if all its readers can."""
+    """Merge needs to one per tensor, which can wait only if all its readers can."""
     return frozenset((name, wait) for name, wait in needs if not wait or (name, False) not in needs)
 
 
 def _decisions(
     backward: BackwardGraph, node: Node, needs: _Needs, by: Weighing, recompute: bool
 ) -> Iterator[tuple[_Needs, _Partial]]:
-    """The ways to provide a node's needed outputs, each with what is needed then and what it adds
-    to the cost.
+    """Yield the ways to provide a node's needed outputs, each with the needs that are left and its
+    cost.
     """
     graph = backward.graph
     # In one order in every process: ranks that hold a model together must choose alike among
@@ -260,8 +274,8 @@ def _decisions(
 
 
 def can_restore(backward: BackwardGraph, tensor: str) -> bool:
-    """Whether the VJP of the tensor's producer runs, holds all of that operator's row inputs, and
-    can hand the tensor back.
+    """Return whether the VJP of the tensor's producer runs, holds all of that operator's row
+    inputs, and can return the tensor.
     """
     node = backward.graph.producer[tensor]
     gradient = backward.gradient_node.get(node.name)
@@ -272,7 +286,7 @@ def can_restore(backward: BackwardGraph, tensor: str) -> bool:
 
 
 def _undominated(choices: list[_Partial]) -> list[_Partial]:
-    """Those that no other beats in bytes and FLOPs."""
+    """Return the choices that no other beats in both bytes and FLOPs."""
     best: list[_Partial] = []
     for choice in sorted(choices, key=lambda choice: (choice.flops, choice.num_bytes)):
         if not best or choice.num_bytes < best[-1].num_bytes:
@@ -281,7 +295,7 @@ def _undominated(choices: list[_Partial]) -> list[_Partial]:
 
 
 def forward_flops_per_row(graph: Graph, mean_context_len: float) -> float:
-    """FLOPs of one row through a graph."""
+    """Return the FLOPs of one row through a graph."""
     return sum(
         node.operator.flops_per_row(graph.slot_specs(node), node.attribute, mean_context_len)
         for node in graph.nodes

@@ -12,7 +12,7 @@ from coserve.errors import GraphError
 from coserve.graph.bypass import AttachedGraph, Bypass, attach
 from coserve.graph.ir import Graph
 from coserve.graph.layouts import WHOLE, AnyState
-from coserve.graph.parallel.placement import LocalGraph, Placement, local_spec
+from coserve.graph.parallel.placement import GraphPlacement, LocalGraph, local_spec
 from coserve.graph.parallel.search import Search, link_first
 from coserve.kernels.cuts import Cut
 from coserve.kernels.groups.base import Ranks
@@ -23,9 +23,9 @@ class PlacedBypass:
     """A bypass at a site of a rank's graph."""
 
     at: str
-    """The node after which it is added: the site's, or the sum of what the site gives."""
-    placement: Placement | None
-    """Of its graph, if it has one."""
+    """The node after which it is added: the site, or the sum of the site's result."""
+    placement: GraphPlacement | None
+    """Placement of its graph; None: it has no graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class AttachedLocalGraph:
     """A rank's graph with its bypasses."""
 
     attached: AttachedGraph
+    """The graph with its bypasses attached."""
     states: Mapping[str, AnyState]
     """State of every tensor, by its name in the graph; constants are whole."""
     summed: tuple[str, ...]
@@ -87,7 +88,7 @@ def place_bypass(
 
 def _searched(
     graph: Graph, size: int, start: Mapping[str, tuple[AnyState, ...]], end: AnyState
-) -> list[tuple[object, Placement]]:
+) -> list[tuple[object, GraphPlacement]]:
     [output] = graph.outputs
     wanted = {output: end} if isinstance(end, Cut) else {}
     known = {name: states for name, states in start.items() if name in graph.spec}
@@ -103,12 +104,12 @@ def attach_local(
     *,
     fixed: Mapping[str, AnyState],
 ) -> AttachedLocalGraph:
-    """Put each bypass where it is best added to a rank's graph; see `attach`.
+    """Attach each bypass where it is best added to a rank's graph; see `attach`.
 
     Args:
         local: the rank's graph.
         bypasses: whole bypasses by site.
-        ranks: whose graph it is.
+        ranks: the ranks, and which of them has this graph.
         fixed: states of parameters and derived tensors that are no choice, by their names in the
             graph.
 

@@ -26,16 +26,21 @@ class Conversion(NamedTuple):
     """A collective that brings a tensor from one state to another."""
 
     op: str
+    """The collective's operator."""
     tensor: str
+    """The tensor."""
     before: AnyState
+    """State that it reads."""
     after: AnyState
+    """State that it gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """How ranks run one node of the whole graph."""
+    """A layout in which ranks run one node of the whole graph."""
 
     node: Node
+    """The node of the whole graph."""
     op: str
     """The operator that they run; the node's, or one with a collective of its own in its place."""
     states: Mapping[str, AnyState]
@@ -51,13 +56,15 @@ class LocalGraph:
     """The graph that one rank runs."""
 
     graph: Graph
+    """The rank's graph."""
     states: Mapping[str, AnyState]
     """State of every tensor, by its name in the graph; constants are whole."""
     summed: tuple[str, ...]
     """Weights and parameters of whose gradient each rank has a part, in alphabetical order, so that
-    collectives over them meet. The parts are added up once for each optimizer step, entry by entry,
-    over the ranks that hold the entry: of a fused projection these may be several ranks for some
-    entries and one for others."""
+    collectives over them meet. The parts are added up once per optimizer step, entry by entry, over
+    the ranks that hold the entry: several ranks for some entries of a fused projection, and one for
+    others.
+    """
 
     @cached_property
     def collectives(self) -> tuple[Node, ...]:
@@ -68,7 +75,7 @@ class LocalGraph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class GraphPlacement:
     """The state of every tensor of a graph on the ranks of a group, and the collectives between
     them.
     """
@@ -78,16 +85,17 @@ class Placement:
     size: int
     """Number of ranks."""
     decisions: tuple[Decision, ...]
+    """Layouts of the nodes, in order."""
     last: tuple[Conversion, ...]
     """Collectives after the last node."""
     outputs: tuple[tuple[str, AnyState], ...]
     """The graph's outputs, and the states in which they leave it."""
     start: Mapping[str, Collection[AnyState]] = field(default_factory=dict)
-    """Tensors that are there from the start in other states than whole."""
+    """Tensors that are available from the start in other states than whole."""
 
     @cached_property
     def _names(self) -> dict[tuple[str, AnyState], str]:
-        """Return the name of each tensor in each state in which it is there."""
+        """Return the name of each tensor in each state in which it is available."""
         found: dict[tuple[str, AnyState], str] = {}
         for tensor in self.graph.tensors:
             states = (
@@ -166,7 +174,7 @@ class Placement:
 
 
 def local_spec(spec: TensorSpec, state: AnyState) -> TensorSpec:
-    """Return what a tensor is on a rank."""
+    """Return the description of a rank's tensor."""
     return replace(spec, shape=state.local_shape(spec.shape)) if isinstance(state, Cut) else spec
 
 

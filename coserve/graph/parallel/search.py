@@ -1,5 +1,5 @@
-"""The search for the best placement of a graph: where collectives stand, and which weights are cut
-how.
+"""The search for the best placement of a graph: where collectives stand, and how each weight is
+cut.
 
 Operators say in which layouts they can run (`Operator.layouts`); every operator can run on whole
 tensors. The search goes through the nodes in order and keeps, for each combination of states of the
@@ -16,20 +16,22 @@ from typing import NamedTuple, TypeAlias
 from coserve.graph.ir import Graph, Node
 from coserve.graph.layouts import COPIED, PART, WHOLE, AnyState, Given, Layout
 from coserve.graph.operators.base import Operator
-from coserve.graph.parallel.placement import Conversion, Decision, Placement, local_spec
+from coserve.graph.parallel.placement import Conversion, Decision, GraphPlacement, local_spec
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cuts import Cut, even_cut, united
 
 
 class Score(NamedTuple):
-    """What is compared of two placements; less is better, the first difference decides."""
+    """A score of a placement. Less is better, and the first difference decides."""
 
     primary: int = 0
-    """Elements that the search saves before all else: of matrices that a rank holds, or of a row
-    that it sends."""
+    """Elements that the search minimizes before all else: of matrices that a rank holds, or of a
+    row that it sends.
+    """
     secondary: int = 0
-    """Elements that it saves next: what a rank sends, or what it holds."""
+    """Elements that it minimizes next: those that a rank sends, or those that it holds."""
     num_collectives: int = 0
+    """Collectives between nodes."""
     num_copied: int = 0
     """Nodes that run on whole tensors whose gradients are parts of a sum."""
     work: int = 0
@@ -60,7 +62,7 @@ def link_first(weights: int, vectors: int, link: int) -> Score:
 @lru_cache(maxsize=256)
 def place_backbone(
     graph: Graph, size: int, *, fixed: tuple[tuple[str, AnyState], ...] = ()
-) -> Placement:
+) -> GraphPlacement:
     """Find the placement of a part of the backbone, whose inputs and outputs every rank has whole.
 
     Args:
@@ -112,7 +114,7 @@ class Search:
         self._cuts = _demanded(graph, size, wanted or {})
         self._options: dict[tuple[str, tuple[tuple[str, Forms], ...]], list[Layout]] = {}
 
-    def run(self, ends: Mapping[str, Collection[AnyState]]) -> tuple[Score, Placement] | None:
+    def run(self, ends: Mapping[str, Collection[AnyState]]) -> tuple[Score, GraphPlacement] | None:
         """Return the best placement that gives each output in one of these states, if there is
         any.
         """
@@ -130,6 +132,7 @@ class Search:
             after: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {}
             for key, (score, trail) in found.items():
                 for forms, more, decision in self._steps(node, dict(key)):
+                    # Only tensors that later nodes read tell two ways apart: the cheaper one stays.
                     left = frozenset(
                         (name, each)
                         for name, each in forms.items()
@@ -152,7 +155,7 @@ class Search:
         score: Score,
         trail: _Trail,
         ends: Mapping[str, Collection[AnyState]],
-    ) -> Iterator[tuple[Score, Placement]]:
+    ) -> Iterator[tuple[Score, GraphPlacement]]:
         """Yield the placements that end in the states wanted; of several outputs, each in its first
         state.
         """
@@ -177,7 +180,7 @@ class Search:
                 )
                 yield (
                     total,
-                    Placement(
+                    GraphPlacement(
                         graph=self._graph,
                         size=self._size,
                         decisions=decisions,
@@ -197,6 +200,7 @@ class Search:
         rows = [slot for slot, _ in node.inputs if _has_gradient(specs[slot])]
         whole, copied = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, COPIED)
         outputs = node.output
+        # Each candidate: a layout, whether its gradients are whole, and how many nodes it copies.
         candidates = [
             (Layout(inputs=whole, outputs=dict.fromkeys(outputs, WHOLE)), True, 0),
             (Layout(inputs=copied, outputs=dict.fromkeys(outputs, COPIED)), False, 1),
@@ -213,6 +217,7 @@ class Search:
             states |= {
                 slot: state for slot, state in layout.outputs.items() if _has_gradient(specs[slot])
             }
+            # Weights and constants do not change their state: there are no collectives for them.
             if any(
                 states[slot] not in self._start[name]
                 for slot, name in node.inputs
@@ -222,6 +227,7 @@ class Search:
             after, conversions = dict(forms), list[Conversion]()
             for slot in rows:
                 name = node.input[slot]
+                # Without a gradient, WHOLE and COPIED are the same: take the one that is there.
                 if node.operator.needs.get(slot, ()) is None and states[slot] in (WHOLE, COPIED):
                     states[slot] = (
                         WHOLE
