@@ -40,7 +40,8 @@ class AdapterGraphs:
 
     counted_once: tuple[str, ...] = ()
     """Full names, at the module that reads it, of a parameter of whose gradient each rank has a
-    part from another module that reads it, and all of it from this one, which rank 0 alone counts."""
+    part from another module that reads it, and all of it from this one. Rank 0 alone counts these.
+    """
 
     @property
     def dropped(self) -> list[str]:

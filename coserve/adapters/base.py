@@ -1,7 +1,7 @@
-"""What a PEFT method is, and an adapter: one method's parameters on one backbone.
+"""The interface of PEFT methods, and adapters: one method's parameters on one backbone.
 
-A method is one file in `adapters/methods/` with one config class, which answers: at which modules
-it sits, the bypass there, the initial value of each parameter, and its form in PEFT's directory. A
+A method is one file in `adapters/methods/` with one config class, which says at which modules it
+sits, its bypass there, the initial value of each parameter, and its form in PEFT's directory. A
 bypass may read the site's input x, its output y before the sum and its weights, and tensors that
 are derived from the parameters (see `graph.bypass.Bypass`). `adapters/methods/lora.py` is the one
 with most settings; `docs/architecture.md` has a short one as a recipe.
@@ -37,92 +37,119 @@ PEFT_PREFIX = "base_model.model."
 
 
 class AdapterConfig(ABC):
-    """A PEFT method with its settings. Immutable; ValueError when created with settings that no
-    model could take.
+    """A PEFT method with its settings.
 
-    peft_type: PEFT's name of it; in small letters, that of its file and the `type` in a job's
-    settings. job_defaults: settings of a job's adapter that differ from the class's defaults.
-    num_virtual_tokens: rows that the engine puts before every prompt and example, with the ids -1,
-    -2, …. is_model: whether it is the backbone's own weights: a job serves each of its steps then,
-    and its checkpoints are models in Hugging Face's layout.
+    Immutable. Raises ValueError when created with settings that no model could take.
     """
 
     peft_type: ClassVar[str]
+    """PEFT's name of the method; in small letters, the name of its file, and the `type` in a job's
+    settings.
+    """
     job_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Settings of a job's adapter that differ from the class's defaults."""
     num_virtual_tokens: int = 0
+    """Rows that the engine puts before every prompt and example, with the ids -1, -2, …."""
     is_model: ClassVar[bool] = False
+    """Whether it is the backbone's own weights. A job then serves each of its steps, and its
+    checkpoints are models in Hugging Face's layout.
+    """
 
     @abstractmethod
     def sites(
         self, architecture: Architecture, *, every_target: bool = True
     ) -> dict[str, tuple[Part, str]]:
-        """Full module name -> (part, node) of every place it sits at; AdapterError if there is
-        none.
+        """Return the places where it sits: (part, node) by full module name.
 
-        every_target: whether each of several targets must match something, or just one of them.
+        Args:
+            every_target: whether each of several targets must match something, or just one of them.
+
+        Raises:
+            AdapterError: there are none.
         """
 
     @abstractmethod
     def bypass(self, place: Place, *, training: bool) -> Bypass:
-        """The bypass at a place.
+        """Return the bypass at a place.
 
-        training: with what only training does (dropout). The parameters are the same either way.
+        Args:
+            training: whether it has the parts that only training runs (dropout). The parameters are
+                the same either way.
         """
 
     def shared(self, architecture: Architecture) -> Mapping[str, str]:
-        """Return the parameters that are used at a second module: full name there -> full name of
-        the parameter.
+        """Return the parameters that are used at a second module: full name of the parameter by its
+        full name there.
         """
         return {}
 
     def why_not_trained(self, architecture: Architecture) -> str:
-        """Return why an adapter of this config can be served and not be trained; "" if it can."""
+        """Return why an adapter of this config can be served but not trained; "" if it can."""
         return ""
 
     @abstractmethod
     def initial(
         self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
     ) -> Tensor:
-        """The float32 value that a parameter (by its name in the bypass) starts from, whole or what
-        this rank holds.
+        """Return the float32 value that a parameter starts from, whole or the part that this rank
+        holds.
+
+        Args:
+            parameter: its name in the bypass.
         """
 
     def sizes(self, architecture: Architecture) -> "AdapterLayout":
-        """What a job's tensors are, before there are any; AdapterError if it fits nowhere on this
-        model.
+        """Return the names and shapes of a job's tensors, which allocates none.
+
+        Raises:
+            AdapterError: it fits nowhere on this model.
         """
         return AdapterLayout.of(self, architecture)
 
     def create(self, backbone: Backbone, *, seed: int) -> "Adapter":
-        """What a job begins with; AdapterError if it fits nowhere on this model."""
+        """Return the adapter that a job begins with.
+
+        Raises:
+            AdapterError: it fits nowhere on this model.
+        """
         return self.as_served(Adapter(backbone, self, seed=seed), is_fresh=True)
 
     def as_served(self, adapter: "Adapter", *, is_fresh: bool) -> "Adapter":
-        """What versions are made of, from an adapter of this config as it is created (`is_fresh`)
-        or as PEFT's directory has it; here: that itself.
+        """Return the adapter that versions are made of; by default the given one.
+
+        Args:
+            adapter: an adapter of this config.
+            is_fresh: whether it was just created; otherwise PEFT's directory has it so.
         """
         return adapter
 
     def reparametrization(
         self, adapter: "Adapter", generator: torch.Generator
     ) -> Reparametrization | None:
-        """How what is trained gives the parameters of an adapter that is `as_served`; None: they
-        are what is trained.
+        """Return the parameters that are trained in place of those of an adapter that is
+        `as_served`; None: the adapter's own are trained.
 
-        generator: of initial values.
+        Args:
+            generator: draws initial values.
         """
         return None
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The derived tensors of the bypass at a site, by their names there, from its parameters
-        (float32): made after each change of these. They are whole, or what this rank holds of them,
-        as the parameters are.
+        """Return the derived tensors of the bypass at a site by their names there, made after each
+        change of its parameters.
+
+        Args:
+            parameters: float32; whole, or the part that this rank holds, as are the derived
+                tensors.
         """
         return {}
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What a site's own weights ("weight", "bias") become where the adapter goes into them,
-        float32; AdapterError where it cannot.
+        """Return a site's own weights ("weight", "bias") with the adapter merged into them,
+        float32.
+
+        Raises:
+            AdapterError: they cannot hold what the adapter adds.
         """
         raise AdapterError(
             f"{self.peft_type} adapters cannot be merged: they add what the model's weights cannot "
@@ -130,14 +157,14 @@ class AdapterConfig(ABC):
         )
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
-        """Settings that this model makes pointless, as (setting, what is wrong with it)."""
+        """Yield settings that this model makes pointless, as (setting, what is wrong with it)."""
         yield from ()
 
     def to_peft_tensors(
         self, values: Mapping[str, Tensor], layout: "AdapterLayout"
     ) -> dict[str, Tensor]:
-        """Parameters (by full name) as PEFT's files have them; here: `to_peft_value` of each, under
-        its own name.
+        """Return parameters (by full name) as PEFT's files have them; by default `to_peft_value` of
+        each, under its own name.
         """
         return {
             PEFT_PREFIX + name: self.to_peft_value(layout.local_names[name], values[name])
@@ -147,39 +174,44 @@ class AdapterConfig(ABC):
     def from_peft_tensors(
         self, tensors: Mapping[str, Tensor], layout: "AdapterLayout"
     ) -> dict[str, Tensor]:
-        """The inverse of `to_peft_tensors`, exactly."""
+        """Return parameters by full name from PEFT's tensors, exactly."""
         return {
             name: self.from_peft_value(local, tensors[PEFT_PREFIX + name])
             for name, local in layout.local_names.items()
         }
 
     def frozen_file_name(self, module: str, architecture: Architecture) -> str:
-        """Return what PEFT's file calls a module's weight that the adapter brings and does not
+        """Return the name in PEFT's file of a module's weight that the adapter brings and does not
         train.
         """
         return f"{PEFT_PREFIX}{module}.weight"
 
     def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
-        """A parameter (by its name in the bypass) as PEFT's files have it; here: as it is."""
+        """Return a parameter (by its name in the bypass) as PEFT's files have it; by default as it
+        is.
+        """
         return value
 
     def from_peft_value(self, parameter: str, value: Tensor) -> Tensor:
-        """The inverse of `to_peft_value`, exactly."""
+        """Return a parameter (by its name in the bypass) from PEFT's form, exactly."""
         return value
 
     @abstractmethod
     def to_peft(self) -> dict[str, Any]:
-        """The fields of PEFT's adapter_config.json that say what this config says."""
+        """Return this config as fields of PEFT's adapter_config.json."""
 
     def to_peft_of(self, architecture: Architecture) -> dict[str, Any]:
-        """Those that say what PEFT needs to know of the model."""
+        """Return the fields that PEFT needs about the model."""
         return {}
 
     @classmethod
     @abstractmethod
     def from_peft(cls, fields: Mapping[str, Any]) -> Self:
-        """The inverse of `to_peft`; AdapterError, naming the field, for anything that would change
-        the numbers and is not supported.
+        """Return the config of fields of PEFT's adapter_config.json.
+
+        Raises:
+            AdapterError: a field would change the numbers and is not supported; the message names
+                it.
         """
 
 
@@ -188,7 +220,7 @@ class Adapter:
     backbone's dtype.
 
     Where the backbone is float32 the masters are the compute copy. Parameters are named as in PEFT,
-    without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`. at: the places of its
+    without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`. `at` has the sites of its
     modules on the backbone.
     """
 
@@ -204,13 +236,19 @@ class Adapter:
         frozen_weights: Mapping[str, Tensor] | None = None,
         graphs: AdapterGraphs | None = None,
     ) -> None:
-        """Make a fresh adapter; AdapterError if it fits nowhere on this model.
+        """Create an adapter.
 
-        seed: of the initial values, the same on any device. every_target: see
-        `AdapterConfig.sites`. masters: whole ones, or what this rank holds, copied in place of
-        initial values. frozen, frozen_weights: what is not trained, and its tensors by module,
-        whole ones or what this rank holds.
-        graphs: those of the adapter, if they have been made.
+        Args:
+            seed: seed of the initial values, the same on any device.
+            every_target: see `AdapterConfig.sites`.
+            masters: parameters that are copied in place of initial values, whole or the part that
+                this rank holds.
+            frozen: weights that the adapter brings and does not train.
+            frozen_weights: their tensors by module, whole or the part that this rank holds.
+            graphs: the adapter's graphs, if they exist already.
+
+        Raises:
+            AdapterError: it fits nowhere on this model.
         """
         self.backbone, self.config = backbone, config
         if graphs is not None:
@@ -261,7 +299,7 @@ class Adapter:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens of the adapter's model, if it is another than the backbone's;
+        """Return the number of tokens of the adapter's model, if it differs from the backbone's;
         else 0.
         """
         own = self.architecture.vocab_size
@@ -269,7 +307,7 @@ class Adapter:
 
     @property
     def architecture(self) -> Architecture:
-        """Return that of the adapter's model, whose vocabulary may be another than the
+        """Return the architecture of the adapter's model, whose vocabulary may differ from the
         backbone's.
         """
         return self.layout.architecture
@@ -299,7 +337,7 @@ class Adapter:
 
     @property
     def sites(self) -> dict[str, tuple[Part, str]]:
-        """Return full module name -> (part, node)."""
+        """Return (part, node) by full module name."""
         return self.layout.sites
 
     @property
@@ -313,7 +351,7 @@ class Adapter:
 
     @cached_property
     def parameter_parts(self) -> dict[str, tuple[Part, str]]:
-        """Full parameter name -> (part, name in the part's graph)."""
+        """Return (part, name in the part's graph) by full parameter name."""
         places = [(part, name) for part, tensors in self._compute.items() for name in tensors]
         prefix, shared = self.architecture.prefix, self.layout.shared
         return {
@@ -323,28 +361,28 @@ class Adapter:
         }
 
     def parameters(self, part: Part) -> Mapping[str, Tensor]:
-        """The compute copies of one part, by their name in its graph."""
+        """Return the compute copies of one part, by their names in its graph."""
         return self._compute.get(part, {})
 
     def tensors(self, part: Part) -> Mapping[str, Tensor]:
-        """The same with what is derived from them: all that the part's bypasses have of their
-        own.
+        """Return the compute copies of one part and the tensors that are derived from them, by
+        their names in its graph.
         """
         return self._tensors.get(part, {})
 
     def attached(self, part: Part, *, training: bool = True) -> AttachedGraph:
-        """The part's graph with this adapter's bypasses, as training differentiates it or as
+        """Return the part's graph with this adapter's bypasses, as training differentiates it or as
         requests run it.
         """
         return self.graphs.by_training[training][part]
 
     def bypasses(self, *, training: bool = False) -> Bypasses:
-        """What forward spans of this adapter's rows carry."""
+        """Return the bypasses that forward spans of this adapter's rows carry."""
         return self._bypasses[training]
 
     def sync_compute_copy(self) -> None:
-        """Bring the compute copies, and what is derived, up to the masters, after an optimizer step
-        or a load.
+        """Update the compute copies and the derived tensors from the masters, after an optimizer
+        step or a load.
         """
         copies, masters = [], []
         for name, (part, local) in self.parameter_parts.items():
@@ -362,21 +400,25 @@ class Adapter:
         return self.layout.shared.get(full, full)
 
     def checkpoint_copy(self) -> "Adapter":
-        """A copy of all that a checkpoint needs of it."""
+        """Return a copy of everything that a checkpoint needs."""
         return self.snapshot()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of what a job needs to resume beside the adapter's files."""
+        """Return copies of the tensors that a job needs to resume, beside the adapter's files."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Continue with that; the rest. KeyError names what is not there."""
+        """Resume from such tensors; return those that are left.
+
+        Raises:
+            KeyError: one is missing.
+        """
         return dict(state)
 
     def save(self, directory: Path) -> None:
         """Write its files in PEFT's format, float32, with this backbone as the base model and
-        causal language modelling as the task. Of several ranks, each writes what it holds (see
-        `shared_files`).
+        causal language modelling as the task. Each of several ranks writes the part that it holds
+        (see `shared_files`).
         """
         fields = {**self.config.to_peft(), **self.config.to_peft_of(self.architecture)}
         fields["base_model_name_or_path"] = self.backbone.name
@@ -400,12 +442,12 @@ class Adapter:
         replace_file(directory / CONFIG_FILE, content)
 
     def snapshot(self) -> "Adapter":
-        """A copy of the parameters as they are now, which later training does not touch."""
+        """Return a copy of the parameters as they are now, which later training does not change."""
         return self.with_masters({name: master.clone() for name, master in self.masters.items()})
 
     def with_masters(self, masters: dict[str, Tensor]) -> "Adapter":
-        """The same adapter with these tensors as its parameters, wherever they are: equal ones, or
-        ones that are never computed with.
+        """Return the same adapter with these tensors as its parameters, on any device: equal ones,
+        or ones that are never computed with.
         """
         copy = Adapter.__new__(Adapter)
         copy.backbone, copy.config, copy.layout, copy.at = (
@@ -428,8 +470,8 @@ class Adapter:
         return copy
 
     def _derive(self) -> None:
-        """What follows from the masters: new tensors, since those of other copies of the adapter
-        stay as they are.
+        """Compute the derived tensors from the masters. They are new tensors, since those of other
+        copies of the adapter stay as they are.
         """
         for module, specs in self.layout.derived.items():
             site = self.at[module]
@@ -450,7 +492,7 @@ class Adapter:
 
     @cached_property
     def masters_at(self) -> dict[str, dict[str, Tensor]]:
-        """By module, its parameters by their names in the bypass."""
+        """Return the parameters of each module by their names in the bypass."""
         found: dict[str, dict[str, Tensor]] = {module: {} for module in self.layout.places}
         for name, master in self.masters.items():
             found[self.layout.modules[name]][self.layout.local_names[name]] = master
@@ -461,8 +503,8 @@ class Adapter:
 
     @cached_property
     def graphs(self) -> AdapterGraphs:
-        """Return the graphs of the model's parts with the bypasses, and what of each parameter this
-        rank holds.
+        """Return the graphs of the model's parts with the bypasses, and the part of each parameter
+        that this rank holds.
         """
         return AdapterGraphs.on(self.config, self.layout, self.backbone)
 

@@ -1,4 +1,4 @@
-"""Embeddings and head that a directory of PEFT's holds beside what is trained (see
+"""Embeddings and head that a directory of PEFT's holds beside the trained tensors (see
 `frozen_weights`).
 
 PEFT names such a weight by the wrappers that it has put around the module, and may write it more
@@ -29,7 +29,8 @@ _WRAPPERS = re.compile(r"(base_layer\.|token_adapter\.)*weight")
 # Copies of what is not used, or of what is there by another name, too: of whole modules, and of a
 # tied head's tokens.
 _COPIES = re.compile(
-    r"(base_layer\.|token_adapter\.)*(modules_to_save|original_module)\.weight|token_adapter\.trainable_tokens_delta"
+    r"(base_layer\.|token_adapter\.)*(modules_to_save|original_module)\.weight"
+    r"|token_adapter\.trainable_tokens_delta"
 )
 # Along which axis the vocabulary goes in factors of a LoRA.
 _VOCABULARY_AXES = {"lora_embedding_A": 1, "lora_B.weight": 0}
@@ -37,15 +38,14 @@ _VOCABULARY_AXES = {"lora_embedding_A": 1, "lora_B.weight": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Brought:
-    """The tensors of a file that are no parameters.
-
-    frozen: the weights among them that rows of the adapter use; None if there are none. sources: by
-    module, the name of its weight in the file. names: of all of them.
-    """
+    """The tensors of a file that are not parameters."""
 
     frozen: FrozenWeights | None
+    """The weights among them that rows of the adapter use; None: there are none."""
     sources: Mapping[str, str]
+    """Name of a module's weight in the file, by module."""
     names: frozenset[str]
+    """Names of all of them."""
 
     def read(self, file: TensorFile, backbone: Backbone) -> dict[str, Tensor]:
         """Return the weights by module, of which a rank reads what it holds.
@@ -209,7 +209,7 @@ def _check_whole_vocabulary(
     backbone: Backbone,
     directory: Path,
 ) -> None:
-    """AdapterError unless a resized model's embeddings and head are both there."""
+    """Raise AdapterError unless a resized model's embeddings and head are both there."""
     if lacking := [module for module in modules if module not in covered]:
         raise AdapterError(
             f"{directory} is for {architecture.vocab_size} tokens, {backbone.name} has "

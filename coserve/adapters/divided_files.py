@@ -29,19 +29,17 @@ from coserve.models.shared_files import FileTensor, write_shared_bytes, write_sh
 
 
 class PeftForm(Protocol):
-    """A method, as far as the tensors of PEFT's file go; see `AdapterConfig`."""
+    """The part of a method that concerns the tensors of PEFT's file; see `AdapterConfig`."""
 
     def to_peft_tensors(
         self, values: Mapping[str, Tensor], layout: AdapterLayout
     ) -> dict[str, Tensor]:
         """Return parameters as PEFT's files have them."""
-        ...
 
     def from_peft_tensors(
         self, tensors: Mapping[str, Tensor], layout: AdapterLayout
     ) -> dict[str, Tensor]:
-        """Return the inverse."""
-        ...
+        """Return parameters from PEFT's tensors."""
 
     def frozen_file_name(self, module: str, architecture: Architecture) -> str:
         """Return what PEFT's file calls a weight that the adapter brings."""
@@ -55,6 +53,7 @@ class DividedAdapter:
     form: PeftForm
     """The method."""
     layout: AdapterLayout
+    """Names and shapes of its whole tensors."""
     graphs: AdapterGraphs
     """States of the parameters: how ranks divide each."""
     ranks: Ranks
@@ -198,7 +197,9 @@ class _Viewed:
     """A tensor of PEFT's file that is a view of a parameter."""
 
     parameter: str
+    """Full name of the parameter."""
     view: TensorView
+    """The view that the file has of it."""
 
 
 def _owned_marks(own: Tensor, state: AnyState, rank: int) -> Tensor:

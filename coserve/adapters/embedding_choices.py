@@ -20,17 +20,18 @@ from coserve.models.base import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingChoices:
-    """A LoRA's settings that concern embeddings and head, on one model.
-
-    targets, modules_to_save, token_setting (`trainable_token_indices`), ensures_tie
-    (`ensure_weight_tying`): as in PEFT's configuration.
-    """
+    """A LoRA's settings that concern embeddings and head, on one model."""
 
     architecture: Architecture
+    """The model."""
     targets: Targets
+    """Modules that have a LoRA."""
     modules_to_save: tuple[str, ...]
+    """Modules that are trained as a whole, as in PEFT's configuration."""
     token_setting: TokenIndices
+    """PEFT's `trainable_token_indices`."""
     ensures_tie: bool
+    """PEFT's `ensure_weight_tying`."""
 
     @cached_property
     def ties_whole(self) -> bool:
@@ -55,7 +56,9 @@ class EmbeddingChoices:
 
     @cached_property
     def whole_names(self) -> tuple[str, ...]:
-        """Return what `modules_to_save` comes to."""
+        """Return the names in `modules_to_save`, and those of embeddings and head where these are
+        one.
+        """
         if not self.ties_whole:
             return self.modules_to_save
         return tuple(

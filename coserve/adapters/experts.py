@@ -27,7 +27,7 @@ _OUTER = "down_proj"
 
 
 def expert_targets(given: Any) -> tuple[str, ...]:
-    """The setting `target_parameters`; ValueError for anything but names."""
+    """Return the setting `target_parameters`; raise ValueError for anything but names."""
     names = (
         () if given is None else tuple(given) if isinstance(given, list | set | tuple) else (given,)
     )
@@ -39,8 +39,10 @@ def expert_targets(given: Any) -> tuple[str, ...]:
 def expert_sites(
     targets: tuple[str, ...], architecture: Architecture
 ) -> dict[str, tuple[Part, str]]:
-    """Full name -> (part, node) of the experts' matrices that are chosen; AdapterError for a name
-    that chooses none.
+    """Return (part, node) of the chosen matrices of experts, by full name.
+
+    Raises:
+        AdapterError: a name chooses none.
     """
     known = architecture.expert_sites
 
@@ -63,7 +65,7 @@ def expert_sites(
 
 
 def expert_bypass(place: Place, experts: Experts, rank: int, scaling: float) -> Bypass:
-    """scaling * B_e (A_e x) for each of a row's experts e."""
+    """Return the bypass scaling * B_e (A_e x) for each of a row's experts e."""
     b = GraphBuilder()
     x, chosen = b.rows("x", place.inputs), b.rows("experts", experts.per_row, dtype=torch.int64)
     a = b.parameter(LORA_A, experts.num_experts, rank, experts.inputs)
@@ -76,7 +78,7 @@ def expert_bypass(place: Place, experts: Experts, rank: int, scaling: float) -> 
 
 
 def expert_name(name: str, layout: AdapterLayout) -> str:
-    """PEFT's name of a parameter."""
+    """Return PEFT's name of a parameter."""
     module = layout.modules[name]
     holder, _, matrix = module.rpartition(".")
     is_inner = matrix != _OUTER and f"{holder}.{_OUTER}" in layout.places
@@ -84,12 +86,12 @@ def expert_name(name: str, layout: AdapterLayout) -> str:
 
 
 def to_stacked(value: Tensor, local: str) -> Tensor:
-    """A parameter as PEFT stacks it: [experts, rank, in], or [experts, out, rank]."""
+    """Return a parameter as PEFT stacks it: [experts, rank, in], or [experts, out, rank]."""
     return value.flatten(0, 1) if local == LORA_A else value.permute(1, 2, 0).flatten(1)
 
 
 def from_stacked(tensor: Tensor, shape: tuple[int, ...], local: str) -> Tensor:
-    """The inverse, to a parameter of this shape."""
+    """Return a parameter of this shape from the tensor in which PEFT stacks it."""
     if local == LORA_A:
         return tensor.view(shape)
     num_experts, outputs, rank = shape

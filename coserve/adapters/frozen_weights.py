@@ -1,5 +1,5 @@
-"""Weights that an adapter's directory holds for embeddings and head beside what is trained, and
-that stay as they are.
+"""Weights that an adapter's directory holds for embeddings and head beside the trained tensors, and
+that training does not change.
 
 PEFT writes them where the vocabulary was resized, or where the embeddings are among the targets
 (`save_embedding_layers` of its `save_pretrained`). Rows of the adapter use them in place of the
@@ -25,15 +25,14 @@ Written = TypeVar("Written")
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenWeights:
-    """The modules that an adapter has frozen weights for, and the vocabulary that they are for.
-
-    vocab_size: of the adapter's model. modules: full names, of embeddings and head. tied: the
-    head's weight is the table of embeddings, which is there once.
-    """
+    """The modules that an adapter has frozen weights for, and the vocabulary that they are for."""
 
     vocab_size: int
+    """Number of tokens of the adapter's model."""
     modules: tuple[str, ...]
+    """Full names, of embeddings and head."""
     tied: bool = False
+    """Whether the head's weight is the table of embeddings, which exists once."""
 
     def architecture(self, architecture: Architecture) -> Architecture:
         """Return the adapter's architecture, from that of the backbone."""

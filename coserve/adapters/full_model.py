@@ -1,4 +1,4 @@
-"""What full fine-tuning has made, read where the model that it was made of serves."""
+"""Results of full fine-tuning, read where the model that they were made from serves."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,15 @@ from coserve.models.backbone import Backbone
 
 
 def serve_full_model(backbone: Backbone, directory: Path, taking: Taking) -> Adapter:
-    """Overwrite the weights that serve with those in a directory of `FullWeights.save`; returns
-    what names them.
+    """Overwrite the weights that serve with those in a directory of `FullWeights.save`, and return
+    the adapter that names them.
 
-    taking: see `load_adapter`.
+    Args:
+        taking: see `load_adapter`.
 
     Raises:
-        AdapterError: there are none, or they are of another model. ModelError: the files cannot be
-            read.
+        AdapterError: there are none, or they are of another model.
+        ModelError: the files cannot be read.
     """
     try:
         config = adapter_config(json.loads((directory / FULL_FILE).read_text()))

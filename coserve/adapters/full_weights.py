@@ -1,8 +1,8 @@
-"""The backbone's own weights as what a job trains: float32 masters, which go into the served
-weights after each step.
+"""The backbone's own weights as what a job trains: float32 masters, which are copied into the
+served weights after each step.
 
-There is one copy of the weights in the compute dtype: the one that serves. So training changes what
-is served, step by step, and needs no bypass: every operator has the gradients of its weights.
+There is one copy of the weights in the compute dtype: the one that serves. So training changes the
+served weights step by step, and needs no bypass: every operator has the gradients of its weights.
 """
 
 import json
@@ -31,15 +31,21 @@ from coserve.models.source import find_model
 
 
 class FullWeights(Adapter):
-    """See the module. `masters`, by full name; a head that is the table of embeddings has none of
-    its own.
+    """The backbone's weights in the role of an adapter.
+
+    `masters` are by full name. A head that is the table of embeddings has none of its own.
     """
 
     def __init__(
         self, backbone: Backbone, config: AdapterConfig, names: Mapping[str, tuple[Part, str]]
     ) -> None:
-        """names: of the weights that are trained -> (part, name in its graph). AdapterError if they
-        cannot be.
+        """Copy the masters from the served weights.
+
+        Args:
+            names: (part, name in its graph) of the weights that are trained, by full name.
+
+        Raises:
+            AdapterError: they cannot be trained.
         """
         if backbone.weight_format != "dense":
             raise AdapterError(
@@ -56,11 +62,13 @@ class FullWeights(Adapter):
 
     @property
     def sites(self) -> dict[str, tuple[Part, str]]:
-        """By weight: where the backward pass has to go."""
+        """Return (part, name in its graph) by weight: the places that the backward pass has to
+        reach.
+        """
         return self._names
 
     def parameters(self, part: Part) -> Mapping[str, Tensor]:
-        """Of one part, by name in its graph; the backbone has them, too."""
+        """Return the weights of one part, by name in its graph; the backbone has them, too."""
         return self._of_part.get(part, {})
 
     @cached_property
@@ -81,7 +89,9 @@ class FullWeights(Adapter):
 
     @cached_property
     def graphs(self) -> AdapterGraphs:
-        """Return the backbone's graphs as they are, and what of each weight this rank holds."""
+        """Return the backbone's graphs as they are, and the part of each weight that this rank
+        holds.
+        """
         local, names = self.backbone.local, self._names.items()
         attached = {
             part: AttachedGraph(graph=graph, bypasses={}) for part, graph in local.graphs.items()
@@ -105,8 +115,10 @@ class FullWeights(Adapter):
 
     @torch.inference_mode()
     def restore(self, directory: Path | None = None) -> None:
-        """Begin anew with the weights of the model's files, or of what `save` wrote; ModelError if
-        there are none.
+        """Begin again with the weights of the model's files, or of a directory that `save` wrote.
+
+        Raises:
+            ModelError: there are none.
         """
         source = find_model(self.backbone.name if directory is None else str(directory))
         read_weights(self.backbone.architecture, source, self._held)
@@ -115,7 +127,7 @@ class FullWeights(Adapter):
             master.copy_(self._served(name))  # rounded, as they were when they were loaded
 
     def snapshot(self) -> Adapter:
-        """What a version of it is: the served weights, as they are at any time."""
+        """Return a version: the served weights, as they are at any time."""
         return Adapter(self.backbone, self.config)
 
     def checkpoint_copy(self) -> Adapter:
@@ -125,7 +137,9 @@ class FullWeights(Adapter):
         return copy
 
     def state(self) -> dict[str, Tensor]:
-        """The masters as they are; the model's files have them in the types that it came in."""
+        """Return the masters as they are; the model's files have them in the dtypes that it came
+        in.
+        """
         return {f"{name}/value": master.clone() for name, master in self.masters.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,8 +150,8 @@ class FullWeights(Adapter):
         return rest
 
     def save(self, directory: Path) -> None:
-        """Write a model in Hugging Face's layout, and which of its weights were trained. Of several
-        ranks, each writes what it holds (see `shared_files`).
+        """Write a model in Hugging Face's layout, and which of its weights were trained. Each of
+        several ranks writes the part that it holds (see `shared_files`).
         """
         architecture, ranks = self.backbone.architecture, self.backbone.ranks
         source = find_model(self.backbone.name)
@@ -166,7 +180,7 @@ class FullWeights(Adapter):
 
 
 def weight_places(architecture: Architecture) -> dict[str, tuple[Part, str]]:
-    """Full name -> (part, name in its graph) of every weight that a model has of its own."""
+    """Return (part, name in its graph) of every weight that a model owns, by full name."""
     return {
         name: (part, tensor.name)
         for part in architecture.parts

@@ -1,4 +1,4 @@
-"""How much of an adapter a rank holds, known before there is any of it."""
+"""The size of a rank's part of an adapter, known before any of it exists."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

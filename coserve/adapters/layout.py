@@ -1,4 +1,4 @@
-"""The names, shapes and places of an adapter's tensors, known before there are any."""
+"""Names, shapes and places of an adapter's tensors, known before any is allocated."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,42 +13,42 @@ from coserve.models.base import Architecture, Part
 
 
 class HasBypasses(Protocol):
-    """A method, as far as its bypasses go; see `AdapterConfig`."""
+    """The part of a method that concerns its bypasses; see `AdapterConfig`."""
 
     def sites(
         self, architecture: Architecture, *, every_target: bool = True
     ) -> dict[str, tuple[Part, str]]:
-        """Return where it sits."""
-        ...
+        """Return the places where it sits."""
 
     def bypass(self, place: Place, *, training: bool) -> Bypass:
-        """Return what it has at a place."""
-        ...
+        """Return its bypass at a place."""
 
     def shared(self, architecture: Architecture) -> Mapping[str, str]:
-        """Return parameters that are others."""
-        ...
+        """Return the parameters that are used at a second module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterLayout:
-    """The tensors of an adapter by name and shape.
-
-    architecture: of the adapter's model, whose vocabulary may be another than the backbone's.
-    places: by full module name. shapes, local_names, modules: full parameter name -> its shape, its
-    name in the bypass, and the module that it sits at. derived: by module, what follows from its
-    parameters. shared: full name of a parameter that is used at one more module -> the parameter
-    that it is. frozen: the weights that the adapter brings and does not train.
-    """
+    """The tensors of an adapter by name and shape."""
 
     architecture: Architecture
+    """Architecture of the adapter's model, whose vocabulary may differ from the backbone's."""
     places: dict[str, Place]
+    """Places by full module name."""
     shapes: dict[str, tuple[int, ...]]
+    """Shapes by full parameter name."""
     local_names: dict[str, str]
+    """Names in the bypass by full parameter name."""
     modules: dict[str, str]
+    """Modules that the parameters sit at by full parameter name."""
     derived: dict[str, tuple[TensorSpec, ...]]
+    """Tensors that are derived from the parameters of a module, by module."""
     shared: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that are used at a second module: full name of the parameter by its full name
+    there.
+    """
     frozen: FrozenWeights | None = None
+    """Weights that the adapter brings and does not train."""
     method: HasBypasses | None = None
     """The method whose tensors these are; None for weights of the model itself."""
 
@@ -61,10 +61,15 @@ class AdapterLayout:
         every_target: bool = True,
         frozen: FrozenWeights | None = None,
     ) -> Self:
-        """Return the layout of a method on a model; AdapterError if it fits nowhere.
+        """Return the layout of a method on a model.
 
-        architecture: of the backbone. every_target: see `AdapterConfig.sites`. frozen: see the
-        class.
+        Args:
+            architecture: that of the backbone.
+            every_target: see `AdapterConfig.sites`.
+            frozen: see the class.
+
+        Raises:
+            AdapterError: it fits nowhere.
         """
         if frozen is not None:
             architecture = frozen.architecture(architecture)
@@ -104,8 +109,8 @@ class AdapterLayout:
                 )
 
     def bypass(self, config: HasBypasses, place: Place, *, training: bool) -> Bypass:
-        """Return all that the adapter has at a place: what the method does, on the weight that it
-        brings, if any.
+        """Return everything that the adapter has at a place: the method's bypass, on the weight
+        that it brings, if any.
         """
         module, frozen = place.module, self.frozen
         if frozen is None or module not in frozen.modules:
@@ -117,7 +122,7 @@ class AdapterLayout:
 
     @property
     def sites(self) -> dict[str, tuple[Part, str]]:
-        """Return full module name -> (part, node)."""
+        """Return (part, node) by full module name."""
         return {module: (place.part, place.node.name) for module, place in self.places.items()}
 
     @property
@@ -126,14 +131,14 @@ class AdapterLayout:
 
     @property
     def num_derived(self) -> int:
-        """Return the elements of what is derived; what is equal at several places is there once."""
+        """Return the elements of derived tensors; one at several places counts once."""
         kinds = {(spec.name, spec.shape) for specs in self.derived.values() for spec in specs}
         return sum(prod(shape) for _, shape in kinds)
 
     @property
     def num_frozen(self) -> int:
-        """Return the elements of the weights that are not trained; they are there in the compute
-        dtype alone.
+        """Return the elements of the weights that are not trained. They exist in the compute dtype
+        alone.
         """
         return (
             0

@@ -13,8 +13,10 @@ from coserve.models.source import find_model
 
 
 def merged_weights(adapter: Adapter) -> dict[str, Tensor]:
-    """Weights that the adapter changes, by full name, as they are with it: float32. AdapterError if
-    its method adds what weights cannot have.
+    """Return the weights that the adapter changes, with it, by full name: float32.
+
+    Raises:
+        AdapterError: weights cannot hold what its method adds.
     """
     if adapter.architecture.vocab_size != adapter.backbone.architecture.vocab_size:
         raise AdapterError(

@@ -18,9 +18,9 @@ from coserve.settings import shown
 # slower way.
 LONGEST_PATTERN, LONGEST_CAPTURING_PATTERN = 4096, 256
 # Of one setting.
-_MOST_ENTRIES, _MOST_CHARACTERS = 4096, 1 << 15
+_MAX_ENTRIES, _MAX_CHARACTERS = 4096, 1 << 15
 # Of one compiled pattern: those whose repetitions make more of them than this holds are refused.
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 _Value = TypeVar("_Value")
 # What RE2 and Python take both, and not in the same way; whatever follows a backslash is one piece.
 _AMBIGUOUS = re.compile(
@@ -32,15 +32,15 @@ _LACKS = "patterns are matched by RE2, which has no backreferences, look-around,
 def compile_pattern(
     setting: str, pattern: str, *, within: str = "{}", captures: bool = False
 ) -> Any:
-    """A compiled pattern of RE2, with Python's methods.
+    """Compile a pattern of RE2, which has Python's methods.
 
     Args:
-        setting: whose pattern it is, for the message.
+        setting: the setting that has the pattern, for the message.
         within: the expression of which it is a part, with {} in its place.
-        captures: whether its groups are asked for, not only whether it matches.
+        captures: whether its groups are read, not only whether it matches.
 
     Raises:
-        ValueError: it is no regular expression of Python's, or none of RE2's, or too long.
+        ValueError: it is not a regular expression of Python's, or not one of RE2's, or too long.
     """
     longest = LONGEST_CAPTURING_PATTERN if captures else LONGEST_PATTERN
     if len(pattern) > longest:
@@ -72,7 +72,7 @@ def compile_pattern(
             f"{setting} {shown(pattern)} is not supported: it has {wrong[found]}; {_LACKS}"
         )
     options = re2.Options()
-    options.max_mem, options.log_errors, options.never_capture = _MOST_BYTES, False, not captures
+    options.max_mem, options.log_errors, options.never_capture = _MAX_BYTES, False, not captures
     try:
         return re2.compile(whole, options)
     except re2.error as error:
@@ -82,21 +82,21 @@ def compile_pattern(
 
 
 def check_sizes(setting: str, texts: Iterable[str]) -> None:
-    """ValueError if there are more names or patterns, or more characters in them, than a setting
-    may have.
+    """Raise ValueError if there are more names or patterns, or more characters in them, than a
+    setting may have.
     """
     lengths = [len(text) for text in texts]
-    if len(lengths) > _MOST_ENTRIES:
-        raise ValueError(f"{setting} has {len(lengths)} entries; {_MOST_ENTRIES} are allowed")
-    if sum(lengths) > _MOST_CHARACTERS:
-        raise ValueError(f"{setting} has {sum(lengths)} characters; {_MOST_CHARACTERS} are allowed")
+    if len(lengths) > _MAX_ENTRIES:
+        raise ValueError(f"{setting} has {len(lengths)} entries; {_MAX_ENTRIES} are allowed")
+    if sum(lengths) > _MAX_CHARACTERS:
+        raise ValueError(f"{setting} has {sum(lengths)} characters; {_MAX_CHARACTERS} are allowed")
 
 
 class ByPattern(Generic[_Value]):
     """Values by patterns of the ends of modules' names: PEFT's rank_pattern and alpha_pattern."""
 
     def __init__(self, setting: str, values: Mapping[str, _Value], default: _Value) -> None:
-        """ValueError as of `compile_pattern`, and for too many."""
+        """Compile the patterns; raise ValueError as `compile_pattern` does, and for too many."""
         check_sizes(setting, values)
         self._patterns = [
             (compile_pattern(setting, pattern, within=r"(.*\.)?({})$"), value)
@@ -106,7 +106,7 @@ class ByPattern(Generic[_Value]):
         self._known: dict[str, _Value] = {}
 
     def at(self, module: str) -> _Value:
-        """The value of the first pattern that matches."""
+        """Return the value of the first pattern that matches."""
         if module not in self._known:
             matching = (value for pattern, value in self._patterns if pattern.match(module))
             self._known[module] = next(matching, self._default)

@@ -1,8 +1,8 @@
-"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), both ways
-exact.
+"""Adapters in PEFT's directory format (adapter_config.json, adapter_model.safetensors), exact in
+both directions.
 
-Nothing is taken of memory before what a directory would take is known: the config and the shapes of
-all tensors are read first, and held against the model.
+No memory is taken before the size of a directory's tensors is known: the config and the shapes of
+all tensors are read first, and compared with the model.
 """
 
 import json
@@ -26,7 +26,7 @@ from coserve.errors import AdapterError
 from coserve.models.backbone import Backbone
 from coserve.settings import shown
 
-_MOST_CONFIG_BYTES = 4 << 20
+_MAX_CONFIG_BYTES = 4 << 20
 # Asked, with what is to be loaded, before memory is taken: a context that lasts until it is, or an
 # error.
 Taking = Callable[[str, AdapterLayout], AbstractContextManager[None]]
@@ -118,9 +118,9 @@ def check_directory(directory: str | Path, *, reads_tensors: bool = False) -> No
 
 
 def read_config(directory: Path) -> AdapterConfig:
-    """The configuration alone; AdapterError as in `load_adapter`."""
+    """Return the configuration alone; raise AdapterError as `load_adapter` does."""
     path = directory / CONFIG_FILE
-    content = read_small_file(path, _MOST_CONFIG_BYTES)
+    content = read_small_file(path, _MAX_CONFIG_BYTES)
     if content is None and (directory / FULL_FILE).is_file():
         raise AdapterError(
             f"{directory} is a model of its own, which full fine-tuning has made, and no adapter: "
@@ -151,8 +151,8 @@ def read_config(directory: Path) -> AdapterConfig:
 
 
 def adapter_config(fields: Any) -> AdapterConfig:
-    """A configuration in PEFT's format, of any method that there is; AdapterError names what is
-    wrong.
+    """Return a configuration in PEFT's format, of any method; raise AdapterError, which names what
+    is wrong.
     """
     kind: Any = fields.get("peft_type") if isinstance(fields, Mapping) else None
     for name in method_names():
@@ -170,8 +170,8 @@ def _check_tensors(
     backbone: Backbone,
     directory: Path,
 ) -> None:
-    """AdapterError unless the tensors are those of the config on this backbone, by their names and
-    shapes.
+    """Raise AdapterError unless the tensors are those of the config on this backbone, by their
+    names and shapes.
     """
     headers = file.headers
     expected = {

@@ -1,10 +1,9 @@
-"""Where adapters sit: modules of a model, which are nodes of its graphs, and the weights that they
-have there.
-"""
+"""Places where adapters sit: modules of a model as nodes of its graphs, with their weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +18,38 @@ from coserve.models.base import Architecture, Part
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A row goes to `per_row` of the experts, whose matrices are [outputs, inputs] each."""
+    """The experts of a mixture. A row goes to some of them."""
 
     num_experts: int
+    """Number of experts."""
     per_row: int
+    """Number of experts that a row goes to."""
     outputs: int
+    """Rows of each expert's matrix."""
     inputs: int
+    """Columns of each expert's matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A module, by its full name, as a node of a part of the model.
-
-    inputs, outputs: features of the rows that it takes (0: of ids) and gives. weights: shapes of
-    its weights, by slot. experts: of a mixture, if it is one's. architecture: of the adapter's
-    model.
-    """
+    """A module as a node of a part of the model."""
 
     module: str
+    """Full name of the module."""
     part: Part
+    """Part of the model."""
     node: Node
+    """The node in the part's graph."""
     inputs: int
+    """Features of the rows that it takes; 0 if it takes ids."""
     outputs: int
+    """Features of the rows that it gives."""
     weights: Mapping[str, tuple[int, ...]]
+    """Shapes of its weights, by slot."""
     architecture: Architecture
+    """Architecture of the adapter's model."""
     experts: "Experts | None" = None
+    """Experts, if the module is the experts of a mixture."""
 
     @classmethod
     def of(cls, architecture: Architecture, module: str, part: Part, node: str) -> "Place":
@@ -80,37 +86,39 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
-    """A place on a backbone that is loaded. frozen: the adapter's weight there, where it brings one
-    of its own.
-    """
+    """A place on a backbone that is loaded."""
 
     place: Place
+    """The place."""
     backbone: Backbone
+    """The backbone."""
     frozen: Tensor | None = None
+    """The adapter's weight there, where it brings one of its own."""
 
     @property
     def weight(self) -> Weight:
-        """[out, in], as it is stored."""
+        """Return the weight [out, in], as it is stored."""
         return as_weight(self._tensor("weight"))
 
     @property
     def bias(self) -> Tensor:
-        """[out], float32."""
+        """Return the bias [out], float32."""
         return self._tensor("bias").to(self.backbone.device, torch.float32)
 
     @property
     def dense_weight(self) -> Tensor:
-        """The weight [out, in] in float32, on the backbone's device; not to be changed, it may be
-        the weight itself.
+        """Return the weight [out, in] in float32, on the backbone's device. It may be the weight
+        itself and must not be changed.
 
-        Where ranks divide the model, it is what this rank holds of the weight.
+        Where ranks divide the model, it is the part of the weight that this rank holds.
         """
         return self.weight.dense().to(self.backbone.device, torch.float32)
 
     @property
     def whole_weight(self) -> Tensor:
-        """Return `dense_weight` of all ranks together, which all of them have to ask for."""
+        """Return `dense_weight` of all ranks together. All ranks must call this."""
         own, cut, group = self.dense_weight, self.weight_state, self.backbone.group
+
         if not isinstance(cut, Cut):
             return own
         shape = list(own.shape)
@@ -121,8 +129,8 @@ class Site:
         return whole
 
     def weight_rows(self, rows: Tensor) -> Tensor:
-        """Return some rows of the whole weight in float32, by their numbers; all ranks have to ask
-        for them.
+        """Return some rows of the whole weight in float32, by their numbers. All ranks must call
+        this.
         """
         table = self.whole_weight if isinstance(self.weight_state, Cut) else self.weight.dense()
         return table[rows.to(table.device)].float()
@@ -131,7 +139,7 @@ class Site:
         """Return the sum of all ranks' tensors where each has some of the site's inputs; elsewhere
         the tensor itself.
 
-        All ranks have to ask for it.
+        All ranks must call this.
         """
         state = self.weight_state
         is_divided = isinstance(state, Cut) and state.dim == -1
@@ -161,5 +169,6 @@ class Site:
         place = self.place
         if slot == "weight" and self.frozen is not None:
             return self.frozen
-        tensor: Tensor = self.backbone.weights[place.part][place.node.input[slot]]  # type: ignore[assignment]
+        weights: Mapping[str, Any] = self.backbone.weights[place.part]
+        tensor: Tensor = weights[place.node.input[slot]]
         return tensor

@@ -1,11 +1,11 @@
 """LoRA that starts from a part of the weight itself: PiSSA (arXiv 2404.02948) and OLoRA (arXiv
 2406.01775).
 
-The factors start as B0 A0, a principal part of the weight W, and what is trained is B A beside W -
-s B0 A0. The weight is everybody's here, so that is W + s (B A - B0 A0): a LoRA of twice the rank,
-with the factors (B, -B0) and (A, A0), of which half is trained. PEFT saves the same where it is
-asked for an adapter that leaves the model's weights as they are
-(`path_initial_model_for_weight_conversion` of its `save_pretrained`).
+The factors start as B0 A0, a principal part of the weight W, and B A is trained beside W - s B0 A0.
+All adapters share the weight here, so that is W + s (B A - B0 A0): a LoRA of twice the rank, with
+the factors (B, -B0) and (A, A0), of which half is trained. PEFT saves the same for an adapter that
+leaves the model's weights as they are (`path_initial_model_for_weight_conversion` of its
+`save_pretrained`).
 """
 
 import re
@@ -27,16 +27,17 @@ _SUBSPACE_ITERATIONS = re.compile(r"pissa_niter_(\d{1,3})")
 
 
 def is_principal(initial: object) -> bool:
-    """Whether PEFT's `init_lora_weights` asks for factors of the weight."""
+    """Return whether PEFT's `init_lora_weights` asks for factors of the weight."""
     return isinstance(initial, str) and (
         initial in ("pissa", "olora") or bool(_SUBSPACE_ITERATIONS.fullmatch(initial))
     )
 
 
 def principal_factors(site: Site, initial: str, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """A0 [rank, in] and B0 [out, rank], float32, with scaling * B0 A0 the part of the weight that
-    is taken (PiSSA), or B0 A0 with B0 orthonormal (OLoRA). Where ranks divide the model, the
-    factors are whole, and all ranks have to ask.
+    """Return A0 [rank, in] and B0 [out, rank], float32.
+
+    scaling * B0 A0 is the part of the weight that is taken (PiSSA), or B0 A0 with B0 orthonormal
+    (OLoRA). Where ranks divide the model, the factors are whole, and all ranks must call this.
 
     Raises:
         AdapterError: the rank is above the weight's.
@@ -78,7 +79,7 @@ def _factors(weight: Tensor, initial: str, rank: int, scaling: float) -> tuple[T
 
 
 class TrainedHalf(Reparametrization):
-    """Of the factors of a LoRA of twice the rank, the first half; the other half is its initial
+    """The first half of the factors of a LoRA of twice the rank; the other half is its initial
     value.
     """
 
@@ -114,7 +115,9 @@ class TrainedHalf(Reparametrization):
 def beside_weight(
     masters: Mapping[str, Tensor], initial: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Factors with their initial values as LoRA of twice the rank beside the weight as it is."""
+    """Return factors and their initial values as a LoRA of twice the rank beside the unchanged
+    weight.
+    """
     return {
         name: value
         if (axis := _rank_axis(name)) is None
@@ -124,5 +127,5 @@ def beside_weight(
 
 
 def _rank_axis(name: str) -> int | None:
-    """Along which the rank goes in a factor; None of what is none."""
+    """Return the dimension of a factor that is the rank; None for any other tensor."""
     return 0 if name.endswith(LORA_A) else 1 if name.endswith(LORA_B) else None

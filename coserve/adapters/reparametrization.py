@@ -13,59 +13,62 @@ from coserve.graph.layouts import WHOLE, AnyState
 
 
 class HasMasters(Protocol):
-    """An adapter, as far as its parameters go; see `Adapter`."""
+    """The part of an adapter that concerns its parameters; see `Adapter`."""
 
     masters: dict[str, Tensor]
+    """Parameters, float32, by full name."""
 
     def sync_compute_copy(self) -> None:
-        """Bring all else up to the masters."""
-        ...
+        """Update everything else from the masters."""
 
 
 class Reparametrization(ABC):
-    """Parameters that are trained in place of an adapter's own, which follow from them.
-
-    parameters: float32, by name; moved in place by the optimizer.
-    """
+    """Parameters that are trained in place of an adapter's own, which are computed from them."""
 
     parameters: dict[str, Tensor]
+    """Parameters, float32, by name; the optimizer changes them in place."""
 
     @abstractmethod
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The adapter's parameters that follow from these; PyTorch differentiates it."""
+        """Return the adapter's parameters from these; PyTorch differentiates it."""
 
     def state_of(self, name: str, states: Mapping[str, AnyState]) -> AnyState:
-        """Return how ranks divide a parameter; here: as they divide the adapter's parameter of its
-        name.
+        """Return how ranks divide a parameter; by default as they divide the adapter's parameter of
+        its name.
 
         Args:
-            name: the parameter's.
-            states: those of the adapter's parameters, by full name; what is left out is whole.
+            name: the parameter's name.
+            states: states of the adapter's parameters, by full name; parameters that are left out
+                are whole.
         """
         return states.get(name, WHOLE)
 
     def published(self) -> Mapping[str, Tensor]:
-        """The adapter's parameters for a version; here: those that are trained with."""
+        """Return the adapter's parameters for a version; by default those that are trained with."""
         return self.compose(self.parameters)
 
     def penalty(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
-        """What the loss, the mean over trained tokens, has beside; None: nothing."""
+        """Return an addition to the loss, the mean over trained tokens; None: nothing."""
         return None
 
     @torch.inference_mode()
     def apply(self, adapter: HasMasters) -> None:
-        """Bring an adapter up to the parameters."""
+        """Update an adapter from the parameters."""
         for name, value in self.compose(self.parameters).items():
             adapter.masters[name].copy_(value)
         adapter.sync_compute_copy()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the parameters for a checkpoint, whose adapter alone does not say them."""
+        """Return copies of the parameters for a checkpoint, whose adapter alone does not determine
+        them.
+        """
         return {f"{name}/value": value.clone() for name, value in self.parameters.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Continue with the parameters of a checkpoint; the rest of it. KeyError names what it
-        lacks.
+        """Resume from the parameters of a checkpoint; return the tensors that are left.
+
+        Raises:
+            KeyError: one is missing.
         """
         rest = dict(state)
         for name, value in self.parameters.items():
@@ -73,10 +76,12 @@ class Reparametrization(ABC):
         return rest
 
     def pull_back(self, gradients: Mapping[str, Tensor], *, num_trained: int) -> dict[str, Tensor]:
-        """From the gradients of the adapter's parameters, summed over `num_trained` tokens, to
-        those of the parameters that are trained: once in an optimizer step, on tensors of an
-        adapter's size. Where ranks divide the model, both are complete gradients of what this rank
-        holds.
+        """Return the gradients of the trained parameters, once in an optimizer step, on tensors of
+        an adapter's size. Where ranks divide the model, all gradients are complete for the part
+        that this rank holds.
+
+        Args:
+            gradients: gradients of the adapter's parameters, summed over `num_trained` tokens.
         """
         with torch.inference_mode(False), torch.enable_grad():
             leaves = {

@@ -1,4 +1,4 @@
-"""What methods have in common: settings under PEFT's names, and modules that PEFT's target patterns
+"""Bases of methods' configs: settings under PEFT's names, and modules that PEFT's target patterns
 choose.
 """
 
@@ -49,18 +49,18 @@ _NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
 
 
 class NamedConfig(AdapterConfig):
-    """A dataclass whose settings PEFT has under names of its own.
-
-    peft_names: setting -> PEFT's field. constants: other fields of PEFT's, each with the value that
-    is supported. harmless: fields that say nothing about the numbers. required: settings that
-    PEFT's file must have. supported: what there is of the method, for messages.
-    """
+    """A dataclass whose settings PEFT has under names of its own."""
 
     peft_names: ClassVar[Mapping[str, str]]
+    """PEFT's field by setting."""
     constants: ClassVar[Mapping[str, Any]] = {}
+    """Other fields of PEFT's, each with the value that is supported."""
     harmless: ClassVar[frozenset[str]] = frozenset()
+    """Fields that do not change the numbers."""
     required: ClassVar[tuple[str, ...]] = ()
+    """Settings that PEFT's file must have."""
     supported: ClassVar[str]
+    """The supported part of the method, for messages."""
 
     def to_peft(self) -> dict[str, Any]:
         return {
@@ -97,9 +97,7 @@ class NamedConfig(AdapterConfig):
             raise AdapterError(f"the adapter's config is not valid: {error}") from None
 
     def _plain(self, setting: str) -> Any:
-        """A setting as JSON has it; PEFT says "none" by null, where that is what it takes for
-        granted.
-        """
+        """Return a setting as JSON has it; PEFT writes its default of several names as null."""
         value = getattr(self, setting)
         if isinstance(value, tuple):
             return list(value) if value or getattr(type(self), setting, ()) else None
@@ -107,33 +105,37 @@ class NamedConfig(AdapterConfig):
 
     @classmethod
     def not_supported(cls, settings: dict[str, Any]) -> list[str]:
-        """PEFT's names of those of a directory's settings that are not supported; may change what
-        is but needs another form.
+        """Return the settings of a directory that are not supported, by PEFT's names. May change
+        those that are supported in another form.
         """
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetedConfig(NamedConfig):
-    """A method at linear layers, and other modules that are trained as a whole.
-
-    target_modules, exclude_modules, layers_to_transform, layers_pattern: see `Targets`.
-    modules_to_save: ends of names of modules that are trained as a whole, such as embed_tokens and
-    lm_head; PEFT's rule (`is_whole`).
-    """
+    """A method at linear layers, with other modules that are trained as a whole."""
 
     target_names: ClassVar[Mapping[str, str]] = {
         name: name
         for name in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
     }
+    """PEFT's field by setting, for the choice of targets."""
     whole_names: ClassVar[Mapping[str, str]] = {"modules_to_save": "modules_to_save"}
-    required: ClassVar[tuple[str, ...]] = ("target_modules",)
+    """PEFT's field by setting, for modules that are trained as a whole."""
+    required = ("target_modules",)
 
     target_modules: str | tuple[str, ...] = "all-linear"
+    """Modules that the method sits at; see `Targets`."""
     exclude_modules: str | tuple[str, ...] = ()
+    """Modules among these that are left out; see `Targets`."""
     layers_to_transform: int | tuple[int, ...] | None = None
+    """Indices of the blocks that targets are chosen from; see `Targets`."""
     layers_pattern: str | tuple[str, ...] | None = None
+    """Name of the list of blocks; see `Targets`."""
     modules_to_save: tuple[str, ...] = ()
+    """Ends of names of modules that are trained as a whole, such as embed_tokens and lm_head, by
+    PEFT's rule (`is_whole`).
+    """
 
     def __post_init__(self) -> None:
         for setting in TargetedConfig.target_names:
@@ -196,7 +198,7 @@ class TargetedConfig(NamedConfig):
     def target_sites(
         self, architecture: Architecture, *, every_target: bool
     ) -> dict[str, tuple[Part, str]]:
-        """Return full module name -> (part, node) of the modules that the targets choose."""
+        """Return (part, node) of the modules that the targets choose, by full module name."""
         whole = self.whole_names_of(architecture)
         found = self._targets.sites(
             self.can_be_targets(architecture), architecture, every_target=every_target
@@ -204,11 +206,11 @@ class TargetedConfig(NamedConfig):
         return {module: site for module, site in found.items() if not is_left_out(module, whole)}
 
     def can_be_targets(self, architecture: Architecture) -> Mapping[str, tuple[Part, str]]:
-        """Return full module name -> (part, node) of the modules that targets may choose from."""
+        """Return (part, node) of the modules that targets may choose from, by full module name."""
         return architecture.linear_sites
 
     def whole_names_of(self, architecture: Architecture) -> tuple[str, ...]:
-        """Return what `modules_to_save` comes to on a model."""
+        """Return the names in `modules_to_save` for a model."""
         return self.modules_to_save
 
     def is_whole_at(self, place: Place) -> bool:
@@ -235,21 +237,21 @@ class TargetedConfig(NamedConfig):
         return self.target_merged(site, parameters)
 
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `merged`; at a target."""
+        """Return what `merged` does, at a target."""
         return super().merged(site, parameters)
 
     @abstractmethod
     def target_bypass(self, place: Place, *, training: bool) -> Bypass:
-        """See `bypass`; at a target."""
+        """Return what `bypass` does, at a target."""
 
     @abstractmethod
     def target_initial(
         self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
     ) -> Tensor:
-        """See `initial`; of a parameter at a target."""
+        """Return what `initial` does, for a parameter at a target."""
 
     def file_name(self, name: str) -> str:
-        """Return what PEFT's file calls a parameter, by its full name."""
+        """Return the name of a parameter in PEFT's file, by its full name."""
         return PEFT_PREFIX + name.replace(f".{PREFIX}", ".")
 
     def frozen_file_name(self, module: str, architecture: Architecture) -> str:
@@ -277,7 +279,7 @@ class TargetedConfig(NamedConfig):
 
 
 def check_flags(config: AdapterConfig, *names: str) -> None:
-    """ValueError unless these settings are true or false."""
+    """Raise ValueError unless these settings are true or false."""
     for name in names:
         if not isinstance(value := getattr(config, name), bool):
             raise ValueError(f"{name} must be true or false, not {shown(value)}")

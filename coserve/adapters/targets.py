@@ -1,4 +1,4 @@
-"""The modules that an adapter sits at: PEFT's rules for target patterns, on the layers of a model.
+"""Modules that an adapter sits at: PEFT's rules for target patterns, on the layers of a model.
 
 Source: the meaning of `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`,
 `rank_pattern` and `alpha_pattern` in https://huggingface.co/docs/peft/package_reference/lora.
@@ -18,7 +18,7 @@ from coserve.settings import MOST_WHOLE, is_whole, shown
 ALL_LINEAR = "all-linear"
 _OUTPUT_LAYER = "lm_head"
 # Targets that match nothing, in a message.
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,15 @@ class Targets:
     """
 
     modules: str | tuple[str, ...]
+    """A collection of names, each the end of a module's dotted name; a regular expression for the
+    whole name; or "all-linear": every linear layer but the output layer.
+    """
     exclude: str | tuple[str, ...] = ()
+    """Modules that are taken away: names or a regular expression."""
     layers: int | tuple[int, ...] | None = None
+    """Indices of the blocks to which a collection of names is limited; None: all."""
     layers_pattern: str | tuple[str, ...] | None = None
+    """Name of the list of blocks."""
 
     def __post_init__(self) -> None:
         named = (("target_modules", self.modules), ("exclude_modules", self.exclude))
@@ -60,10 +66,12 @@ class Targets:
         *,
         every_target: bool,
     ) -> dict[str, tuple[Part, str]]:
-        """Return full module name -> (part, node) of the modules chosen.
+        """Return (part, node) of the chosen modules, by full module name.
 
-        known: those that there are to choose from. every_target: whether every name must match
-        something (a typo should fail), or just one of them (PEFT's rule).
+        Args:
+            known: the modules to choose from.
+            every_target: whether every name must match something (a typo should fail), or just one
+                of them (PEFT's rule).
 
         Raises:
             AdapterError: nothing matches, or too little.
@@ -79,7 +87,7 @@ class Targets:
         return found
 
     def _nothing_matches(self, architecture: Architecture, names: Sequence[str]) -> str:
-        wrong = ", ".join(shown(name) for name in names[:_MOST_NAMED]) or shown(self.modules)
+        wrong = ", ".join(shown(name) for name in names[:_MAX_NAMED]) or shown(self.modules)
         linear = architecture.linear_sites
         if not names and not isinstance(self.modules, str):
             return (
@@ -99,7 +107,7 @@ class Targets:
         return isinstance(self.modules, str) and self.modules.lower() == ALL_LINEAR
 
     def chooses(self, module: str) -> bool:
-        """Whether a module of this full name is one of them."""
+        """Return whether a module of this full name is chosen."""
         if self._excluded is not None:
             if self._excluded.fullmatch(module):
                 return False
@@ -140,7 +148,7 @@ class Targets:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """The indices; none means every block (PEFT)."""
+        """Return the indices of blocks; none means every block (PEFT)."""
         return (
             ()
             if self.layers is None
@@ -151,7 +159,9 @@ class Targets:
 
     @cached_property
     def _blocks(self) -> list[Any]:
-        """Where in a name the index of its block is; the first that matches says it."""
+        """Return patterns that find the index of a module's block in its name. The first that
+        matches counts.
+        """
         given = (
             (self.layers_pattern,) if isinstance(self.layers_pattern, str) else self.layers_pattern
         )
@@ -171,7 +181,7 @@ class Targets:
 
 
 def _check_strings(setting: str, value: object) -> None:
-    """ValueError unless it is a string or several, and not too long."""
+    """Raise ValueError unless it is a string or several, and not too long."""
     if not isinstance(value, str) and not (
         isinstance(value, tuple) and all(isinstance(name, str) for name in value)
     ):
@@ -181,6 +191,8 @@ def _check_strings(setting: str, value: object) -> None:
 
 
 def _ends(module: str) -> Iterator[str]:
-    """The names that mean it: its own, and every end of it after a dot."""
+    """Yield the names that a target may have for a module: its own, and every end of it after a
+    dot.
+    """
     parts = reversed(module.split("."))
     return accumulate(parts, lambda end, part: f"{part}.{end}")

@@ -1,5 +1,5 @@
-"""Tensors in safetensors files. What is in one is known before any of it is read, so that it can be
-checked.
+"""Tensors in safetensors files, whose names and shapes are known, and can be checked, before any is
+read.
 
 Format: eight bytes with the header's length, the header as JSON, the tensors
 (https://huggingface.co/docs/safetensors/index#format).
@@ -19,15 +19,17 @@ from coserve.errors import AdapterError
 from coserve.settings import MOST_WHOLE, is_whole, shown
 
 # Of the names and shapes alone: enough for some fifty thousand tensors.
-_MOST_HEADER_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHeader:
-    """What a file says of a tensor. dtype: in safetensors' words, such as "BF16"."""
+    """The description of a tensor in a file."""
 
     dtype: str
+    """Dtype by safetensors' name, such as "BF16"."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
 
     @property
     def is_floating_point(self) -> bool:
@@ -79,7 +81,7 @@ class TensorFile:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFile]:
-    """A safetensors file; AdapterError if it is missing, cannot be read, or is damaged."""
+    """Open a safetensors file; raise AdapterError if it is missing, unreadable, or damaged."""
     from safetensors import SafetensorError
 
     try:
@@ -112,11 +114,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > _MOST_HEADER_BYTES:
+        if length > _MAX_HEADER_BYTES:
             raise AdapterError(
                 f"{path} is damaged, or no safetensors file: its header would have {length:,} "
                 f"bytes; "
-                f"{_MOST_HEADER_BYTES:,} are allowed"
+                f"{_MAX_HEADER_BYTES:,} are allowed"
             )
         content = file.read(length)
     try:

@@ -20,7 +20,7 @@ from coserve.settings import MOST_WHOLE, is_whole, shown
 
 TOKENS = "token_adapter.trainable_tokens_delta"
 TokenIndices = tuple[int, ...] | Mapping[str, tuple[int, ...]]
-_MOST_TOKENS = 1 << 16
+_MAX_TOKENS = 1 << 16
 
 
 def token_indices(given: Any) -> TokenIndices:
@@ -35,14 +35,14 @@ def token_indices(given: Any) -> TokenIndices:
 
 
 def _indices(given: Any) -> tuple[int, ...]:
-    is_list = isinstance(given, list | tuple) and len(given) <= _MOST_TOKENS
+    is_list = isinstance(given, list | tuple) and len(given) <= _MAX_TOKENS
     if (
         not is_list
         or not all(is_whole(each, 0, MOST_WHOLE) for each in given)
         or len(set(given)) < len(given)
     ):
         raise ValueError(
-            f"trainable_token_indices must be at most {_MOST_TOKENS} different token ids, or such "
+            f"trainable_token_indices must be at most {_MAX_TOKENS} different token ids, or such "
             f"a list for each of "
             f"embeddings and head, not {shown(given)}"
         )

@@ -1,11 +1,11 @@
-"""What methods with virtual tokens share: rows before a request's or an example's own, whose ids
-are -1, -2, … and whose embeddings, or keys and values, are parameters. The engine puts them there
+"""Virtual tokens: rows before a request's or an example's own, whose ids are -1, -2, … and whose
+embeddings, or keys and values, are parameters. The engine puts them there
 (`AdapterConfig.num_virtual_tokens`).
 """
 
 from collections.abc import Iterator, Mapping
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,12 @@ from coserve.models.shares import owned
 from coserve.settings import check_whole
 
 # More would leave nothing of most models' positions.
-_MOST_VIRTUAL = 1 << 16
+_MAX_VIRTUAL = 1 << 16
 _FILE = "prompt_embeddings"
 # PyTorch's own generator is one for all threads.
 _DRAWING = Lock()
 # Of a network's inner layers beyond the model's hidden size.
-_MOST_WIDENING = 8
+_MAX_WIDENING = 8
 
 
 class VirtualTokensConfig(NamedConfig):
@@ -52,7 +52,7 @@ class VirtualTokensConfig(NamedConfig):
             ),
         )
     )
-    required: ClassVar[tuple[str, ...]] = ("num_virtual_tokens",)
+    required = ("num_virtual_tokens",)
 
     def misfits(self, architecture: Architecture) -> Iterator[tuple[str, str]]:
         if self.num_virtual_tokens >= architecture.max_positions:
@@ -61,7 +61,7 @@ class VirtualTokensConfig(NamedConfig):
                 f"is {self.num_virtual_tokens}; the model has {architecture.max_positions} "
                 f"positions",
             )
-        most = _MOST_WIDENING * architecture.hidden_size
+        most = _MAX_WIDENING * architecture.hidden_size
         if (hidden := getattr(self, "encoder_hidden_size", None)) is not None and hidden > most:
             yield "encoder_hidden_size", f"is {hidden}; {most} is the most on this model"
 
@@ -71,8 +71,8 @@ class VirtualTokensConfig(NamedConfig):
         }  # PEFT does not find it in every configuration
 
     def check_number(self) -> None:
-        """ValueError unless there is a number of virtual tokens that a model could have."""
-        check_whole("num_virtual_tokens", self.num_virtual_tokens, 1, _MOST_VIRTUAL)
+        """Raise ValueError unless there is a number of virtual tokens that a model could have."""
+        check_whole("num_virtual_tokens", self.num_virtual_tokens, 1, _MAX_VIRTUAL)
 
     def to_peft_tensors(
         self, values: Mapping[str, Tensor], layout: AdapterLayout
@@ -86,20 +86,20 @@ class VirtualTokensConfig(NamedConfig):
 
 
 def embedded_site(architecture: Architecture) -> dict[str, tuple[Part, str]]:
-    """Where embeddings of virtual tokens come in: as PEFT gives them to a model, in place of those
-    of tokens.
+    """Return the place where embeddings of virtual tokens come in: in place of those of tokens, as
+    PEFT gives them to a model.
     """
     return {architecture.embedded: ("embed", architecture.embedded)}
 
 
 def embedding_site(backbone: Backbone) -> Site:
-    """The table of the embeddings of tokens."""
+    """Return the table of the embeddings of tokens."""
     name = backbone.architecture.embedding_name
     return Site(place=Place.of(backbone.architecture, name, "embed", name), backbone=backbone)
 
 
 def split_table(table: Tensor, layout: AdapterLayout) -> dict[str, Tensor]:
-    """The parameters of an adapter, in its layout's order, as columns of one table."""
+    """Return the parameters of an adapter, in its layout's order, from columns of one table."""
     parts = torch.split(table, [shape[1] for shape in layout.shapes.values()], 1)
     return dict(zip(layout.shapes, parts, strict=True))
 
@@ -114,7 +114,7 @@ def looked_up(b: GraphBuilder, parameter: str, num_virtual: int, width: int) -> 
 
 
 class EncodedTable(Reparametrization):
-    """A table that a network gives, whose weights are trained in its place; PEFT keeps the table
+    """A table that a network computes, whose weights are trained in its place; PEFT keeps the table
     alone.
     """
 
@@ -141,8 +141,8 @@ class EncodedTable(Reparametrization):
         return WHOLE
 
     def pull_back(self, gradients: Mapping[str, Tensor], *, num_trained: int) -> dict[str, Tensor]:
-        """Give the network's gradients: with several ranks, the sum of what follows from what each
-        of them holds of the table, no entry of which counts twice.
+        """Return the network's gradients. With several ranks they are the sum over the parts of the
+        table that the ranks hold; no entry counts twice.
         """
         if self._group.size == 1:
             return super().pull_back(gradients, num_trained=num_trained)
@@ -181,7 +181,7 @@ class PromptEncoder(nn.Module):
 
 
 def seeded(generator: torch.Generator, make: Any) -> Any:
-    """What `make` gives when PyTorch draws from the generator's seed; nobody else's draws
+    """Return what `make` returns when PyTorch draws from the generator's seed. Other draws do not
     change.
     """
     with _DRAWING, torch.inference_mode(False), torch.random.fork_rng(devices=()):

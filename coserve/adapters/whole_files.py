@@ -19,8 +19,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def read_small_file(path: Path, most_bytes: int) -> bytes | None:
-    """A file's content; None if there is no such file. AdapterError if it cannot be read, or is
-    longer.
+    """Return a file's content; None if there is no such file.
+
+    Raises:
+        AdapterError: it cannot be read, or is longer.
     """
     try:
         if not path.is_file():

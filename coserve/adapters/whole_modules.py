@@ -85,7 +85,9 @@ def _weights_of(node: Node, graph: Graph) -> list[str]:
 
 
 def _check_can_be_whole(architecture: Architecture, module: str, part: Part, node: Node) -> None:
-    """AdapterError unless a module's weights are as PEFT's files have them, and have gradients."""
+    """Raise AdapterError unless a module's weights are as PEFT's files have them, and have
+    gradients.
+    """
     names = [
         architecture.prefix(part) + name for name in _weights_of(node, architecture.graphs[part])
     ]

@@ -12,12 +12,14 @@ from coserve.settings import shown
 
 
 def method_names() -> tuple[str, ...]:
-    """The methods that there are."""
+    """Return the names of all methods."""
     return tuple(name.replace("-", "_") for name in variant_names(__path__))
 
 
 def method(name: Any) -> type[AdapterConfig]:
-    """The config class of a method; ValueError lists those that there are."""
+    """Return the config class of a method; raise ValueError, which lists the known ones, if there
+    is none.
+    """
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"{shown(name)} is not supported; supported: {', '.join(method_names())}")
     found: type[AdapterConfig] = variant_class(__name__, name, AdapterConfig)
@@ -25,6 +27,8 @@ def method(name: Any) -> type[AdapterConfig]:
 
 
 def changes_model(fields: Mapping[str, Any] | None) -> bool:
-    """Whether an adapter of this configuration, in PEFT's format, is the backbone's own weights."""
+    """Return whether an adapter of this configuration, in PEFT's format, is the backbone's own
+    weights.
+    """
     kind = None if fields is None else fields.get("peft_type")
     return any(method(name).is_model and method(name).peft_type == kind for name in method_names())

@@ -28,17 +28,15 @@ _BIASED = ("linear", "layer_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class BitfitConfig(NamedConfig):
-    """BitFit.
-
-    target_modules: ends of names of modules whose biases are trained; none: of all that have one,
-    norms included.
-    """
+    """BitFit's settings."""
 
     peft_type = "BITFIT"
     peft_names: ClassVar[Mapping[str, str]] = {"target_modules": "target_modules"}
     supported = "BitFit on linear layers and norms"
 
     target_modules: tuple[str, ...] = ()
+    """Ends of names of modules whose biases are trained; empty: all that have one, norms included.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.target_modules, list):

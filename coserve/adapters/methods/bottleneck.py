@@ -25,18 +25,13 @@ _ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gelu_new": ("gelu", {"approximate": "tanh"}),
 }
 # A "bottleneck" of this many times the module's width is the widest.
-_LEAST_REDUCTION = 1 / 16
+_MIN_REDUCTION = 1 / 16
 _DOWN, _UP = "adapter_down.0", "adapter_up"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BottleneckConfig(TargetedConfig):
-    """Bottleneck adapters with AdapterHub's settings.
-
-    reduction_factor: the module's features for each of the bottleneck. non_linearity: f. scaling:
-    of what is added. target_modules: the last layers of attention and of the MLP, on whose outputs
-    adapters sit.
-    """
+    """Bottleneck adapters with AdapterHub's settings."""
 
     peft_type = "BOTTLENECK"
     job_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -48,13 +43,17 @@ class BottleneckConfig(TargetedConfig):
     supported = "bottleneck adapters on the outputs of linear layers"
 
     target_modules: str | tuple[str, ...] = ("o_proj", "down_proj")
+    """The last layers of attention and of the MLP, on whose outputs adapters sit."""
     reduction_factor: float = 16
+    """Features of the module for each of the bottleneck."""
     non_linearity: str = "swish"
+    """The activation function f."""
     scaling: float = 1.0
+    """Factor of the result that is added."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("reduction_factor", self.reduction_factor, least=_LEAST_REDUCTION)
+        check_number("reduction_factor", self.reduction_factor, least=_MIN_REDUCTION)
         check_number("scaling", self.scaling)
         if self.non_linearity not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
@@ -83,7 +82,7 @@ class BottleneckConfig(TargetedConfig):
     def target_initial(
         self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
     ) -> Tensor:
-        """Near the identity, as in the paper."""
+        """Return the initial value of a parameter: near the identity, as in the paper."""
         return (
             torch.zeros(shape).normal_(0, 0.02, generator=generator)
             if len(shape) > 1

@@ -33,11 +33,7 @@ _HALF = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DiffPruningConfig(TargetedConfig):
-    """Diff pruning.
-
-    fraction: of the elements of the differences, those that versions keep, the largest ones.
-    penalty: of the loss for each gate that is expected to be open.
-    """
+    """Diff pruning's settings."""
 
     peft_type = "DIFF_PRUNING"
     job_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -49,8 +45,11 @@ class DiffPruningConfig(TargetedConfig):
     supported = "diff pruning of linear layers"
 
     target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
+    """Linear layers whose weights differ; see `Targets`."""
     fraction: float = 0.005
+    """Share of the elements of the differences that versions keep, the largest ones."""
     penalty: float = 1.25e-7
+    """Addition to the loss for each gate that is expected to be open."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +80,7 @@ class DiffPruningConfig(TargetedConfig):
 
 
 class GatedDifferences(Reparametrization):
-    """Differences w and the logits of their gates; what is trained on has gates of this step's
+    """Differences w and the logits of their gates. Training computes with gates of this step's
     draw.
     """
 
@@ -121,7 +120,7 @@ class GatedDifferences(Reparametrization):
         return found
 
     def published(self) -> dict[str, Tensor]:
-        """Without noise, and only the largest."""
+        """Return the differences without noise, and only the largest."""
         found = {
             name: value for name, value in self.parameters.items() if not name.endswith(_gate(""))
         }
@@ -157,9 +156,7 @@ class GatedDifferences(Reparametrization):
         return states.get(name.removesuffix(_gate("")), WHOLE)
 
     def penalty(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
-        """The number of gates that are expected to be open, weighed (arXiv 2012.07463, equation
-        5).
-        """
+        """Return the expected number of open gates, weighted (arXiv 2012.07463, equation 5)."""
         expected = [torch.sigmoid(parameters[_gate(name)]).sum() for name in self._gated]
         return self._config.penalty * torch.stack(expected).sum() if expected else None
 
@@ -173,7 +170,7 @@ class GatedDifferences(Reparametrization):
 
 
 def open_share(logits: Tensor) -> Tensor:
-    """How far gates are open: the sigmoid, stretched and cut to [0, 1]."""
+    """Return how far gates are open: the sigmoid, stretched and cut to [0, 1]."""
     return (torch.sigmoid(logits) * (_HIGH - _LOW) + _LOW).clamp(0, 1)
 
 

@@ -26,12 +26,7 @@ from coserve.settings import MOST_WHOLE, is_whole, shown
 
 @dataclass(frozen=True, kw_only=True)
 class FullConfig(NamedConfig):
-    """Full fine-tuning.
-
-    target_modules: ends of names of modules whose weights are trained; none: of all.
-    layers_to_transform: indices of blocks whose weights are trained, and nothing outside of blocks
-    then; none: of all.
-    """
+    """Full fine-tuning's settings."""
 
     peft_type = "FULL"
     peft_names: ClassVar[Mapping[str, str]] = {
@@ -41,7 +36,10 @@ class FullConfig(NamedConfig):
     is_model = True
 
     target_modules: tuple[str, ...] = ()
+    """Ends of names of modules whose weights are trained; empty: all."""
     layers_to_transform: tuple[int, ...] = ()
+    """Indices of blocks whose weights are trained, and then nothing outside of blocks; empty: all.
+    """
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "layers_to_transform"):
@@ -59,8 +57,10 @@ class FullConfig(NamedConfig):
             )
 
     def chosen(self, architecture: Architecture) -> dict[str, tuple[Part, str]]:
-        """Full name -> (part, name in its graph) of the weights that are trained; AdapterError if
-        there are none, or the model's files have no place for them.
+        """Return (part, name in its graph) of the weights that are trained, by full name.
+
+        Raises:
+            AdapterError: there are none, or the model's files have no place for them.
         """
         if (quantisation := quantisation_of_model(architecture)) is not None:
             raise AdapterError(
@@ -83,7 +83,7 @@ class FullConfig(NamedConfig):
     def sites(
         self, architecture: Architecture, *, every_target: bool = True
     ) -> dict[str, tuple[Part, str]]:
-        """None: there are no bypasses."""
+        """Return nothing: there are no bypasses."""
         self.chosen(architecture)
         return {}
 

@@ -20,10 +20,7 @@ from coserve.graph.ir import GraphBuilder
 
 @dataclass(frozen=True, kw_only=True)
 class Ia3Config(TargetedConfig):
-    """IA3 with PEFT's settings.
-
-    feedforward_modules: of the target modules, those whose input is scaled and not their output.
-    """
+    """IA3 with PEFT's settings."""
 
     peft_type = "IA3"
     target_names: ClassVar[Mapping[str, str]] = {
@@ -39,7 +36,9 @@ class Ia3Config(TargetedConfig):
     supported = "IA3 on linear layers"
 
     target_modules: str | tuple[str, ...] = ("k_proj", "v_proj", "down_proj")
+    """Modules that are scaled; see `Targets`."""
     feedforward_modules: str | tuple[str, ...] = ("down_proj",)
+    """Modules among these whose input is scaled instead of their output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

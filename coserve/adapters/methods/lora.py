@@ -1,6 +1,8 @@
-"""LoRA: bypass(x) = B (A dropout(x)) * scaling. Source: arXiv 2106.09685; rank-stabilised scaling:
-arXiv 2312.03732; magnitudes of their own for the rows of the sum with the weight: DoRA, arXiv
-2402.09353; factors that start from the weight itself: see `adapters.principal`.
+"""LoRA: bypass(x) = B (A dropout(x)) * scaling.
+
+Sources: arXiv 2106.09685; rank-stabilised scaling: arXiv 2312.03732; DoRA, magnitudes for the rows
+of the sum with the weight: arXiv 2402.09353; factors that start from the weight itself: see
+`adapters.principal`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,24 +65,13 @@ from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, s
 # adapter that is there they say nothing.
 _FORGOTTEN_INITIAL_VALUES = (False, None, "eva", "orthogonal")
 _INITIAL_VALUES = ("gaussian", "pissa", "pissa_niter_N", "olora")
-_MOST_ALPHA = 1e9
+_MAX_ALPHA = 1e9
 _MAGNITUDE, _BIAS = "lora_magnitude_vector", "lora_B.bias"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(TargetedConfig):
-    """LoRA with PEFT's settings, under PEFT's meaning.
-
-    r: rank. alpha: numerator of the scaling alpha / r. use_rslora: alpha / sqrt(r) instead.
-    dropout: probability of dropping a feature of the bypass's input in training. lora_bias: B has a
-    bias, too, which is scaled with it. target_parameters: matrices of all experts of a mixture,
-    each with a LoRA of its own: ends of their names, such as `mlp.experts.down_proj`. use_dora:
-    DoRA's magnitudes. init_lora_weights: true (A uniform, B zero), or one of `_INITIAL_VALUES`.
-    rank_pattern, alpha_pattern: r and alpha for modules whose name ends with a match of the
-    pattern. trainable_token_indices: tokens whose embeddings are trained, or by module name such
-    tokens. ensure_weight_tying: on a model whose head is its table of embeddings, both stay one in
-    what the adapter changes of them.
-    """
+    """LoRA with PEFT's settings, under PEFT's meaning."""
 
     peft_type = "LORA"
     job_defaults: ClassVar[Mapping[str, Any]] = {
@@ -112,18 +103,34 @@ class LoraConfig(TargetedConfig):
     )
 
     target_modules: str | tuple[str, ...] = ("q_proj", "v_proj")
+    """Modules that have a LoRA; see `Targets`."""
     target_parameters: tuple[str, ...] = ()
+    """Matrices of all experts of a mixture, each of which has a LoRA of its own: ends of their
+    names, such as `mlp.experts.down_proj`.
+    """
     r: int = 8
+    """Rank."""
     alpha: float = 8
+    """Numerator of the scaling alpha / r."""
     dropout: float = 0.0
+    """Probability with which training drops a feature of the bypass's input."""
     use_rslora: bool = False
+    """Whether the scaling is alpha / sqrt(r)."""
     use_dora: bool = False
+    """Whether it has DoRA's magnitudes."""
     lora_bias: bool = False
+    """Whether B has a bias, which is scaled with it."""
     init_lora_weights: bool | str = True
+    """True (A uniform, B zero), or one of `_INITIAL_VALUES`."""
     trainable_token_indices: TokenIndices = ()
+    """Tokens whose embeddings are trained, or such tokens by module name."""
     ensure_weight_tying: bool = False
+    """Whether a head that is the table of embeddings stays that table with the adapter's changes.
+    """
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Rank of modules whose name ends with a match of the pattern."""
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Alpha of modules whose name ends with a match of the pattern."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_parameters", expert_targets(self.target_parameters))
@@ -152,7 +159,7 @@ class LoraConfig(TargetedConfig):
         for name, rank in (("r", self.r), *self.rank_pattern.items()):
             check_whole(f"LoRA's rank {_shortened(name)}", rank, 1, MOST_WHOLE)
         for name, alpha in (("alpha", self.alpha), *self.alpha_pattern.items()):
-            check_number(f"LoRA's {_shortened(name)}", alpha, above=0, most=_MOST_ALPHA)
+            check_number(f"LoRA's {_shortened(name)}", alpha, above=0, most=_MAX_ALPHA)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(
                 f"LoRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}"
@@ -195,11 +202,11 @@ class LoraConfig(TargetedConfig):
                 )
 
     def rank(self, module: str) -> int:
-        """The rank at a module."""
+        """Return the rank at a module."""
         return self._ranks.at(module)
 
     def scaling(self, module: str) -> float:
-        """The factor on B A at a module."""
+        """Return the factor on B A at a module."""
         rank = self.rank(module)
         return self._alphas.at(module) / (sqrt(rank) if self.use_rslora else rank)
 
@@ -249,7 +256,7 @@ class LoraConfig(TargetedConfig):
         )
 
     def _check_embedding_target(self, architecture: Architecture) -> None:
-        """AdapterError for settings that a LoRA at embeddings does not have."""
+        """Raise AdapterError for settings that a LoRA at embeddings does not have."""
         has_others = self.use_dora or self.lora_bias or is_principal(self.init_lora_weights)
         if has_others:
             raise AdapterError(
@@ -335,8 +342,10 @@ class LoraConfig(TargetedConfig):
     def target_initial(
         self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
     ) -> Tensor:
-        """A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B
-        is zero: the bypass starts at zero, however it is initialised.
+        """Return the initial value of a parameter.
+
+        A is uniform within 1 / sqrt(inputs) (PEFT's Kaiming initialisation with a = sqrt 5), B is
+        zero: the bypass starts at zero, however it is initialised.
         """
         initial, module = self.init_lora_weights, site.place.module
         if parameter in (EMBEDDING_A, EMBEDDING_B):
@@ -399,7 +408,7 @@ class LoraConfig(TargetedConfig):
         return f"{name.removesuffix('weight')}token_adapter.base_layer.weight"
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """DoRA: the norms of the rows of W + scaling B A, without making that sum."""
+        """Return DoRA's norms of the rows of W + scaling B A, computed without that sum."""
         a, b = parameters[LORA_A], parameters[LORA_B] * self.scaling(site.place.module)
         mixed = ((site.dense_weight @ a.T) * b).sum(1)
         own = ((b @ (a @ a.T)) * b).sum(1)
@@ -435,7 +444,7 @@ class LoraConfig(TargetedConfig):
         return {"weight": weight, **found}
 
     def as_served(self, adapter: Adapter, *, is_fresh: bool) -> Adapter:
-        """A LoRA of twice the rank, where the initial factors are a part of the weight (see
+        """Return a LoRA of twice the rank, where the initial factors are a part of the weight (see
         `adapters.principal`).
         """
         initial, at, masters = self.init_lora_weights, adapter.at, adapter.masters
@@ -473,7 +482,7 @@ class LoraConfig(TargetedConfig):
         )
 
     def _with_twice_the_rank(self, alpha: float) -> float:
-        """For the same scaling."""
+        """Return the alpha that gives the same scaling with twice the rank."""
         return alpha * (sqrt(2) if self.use_rslora else 2)
 
     def reparametrization(

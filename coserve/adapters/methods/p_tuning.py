@@ -28,17 +28,12 @@ from coserve.settings import MOST_WHOLE, check_whole, shown
 
 _ENCODERS = ("MLP", "LSTM")
 # Layers of an LSTM; an MLP has three linear layers.
-_MOST_LAYERS = 16
+_MAX_LAYERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class PTuningConfig(VirtualTokensConfig):
-    """P-tuning with PEFT's settings.
-
-    num_virtual_tokens: how many. encoder_reparameterization_type: the network, MLP or LSTM.
-    encoder_hidden_size: of it (None: the model's). encoder_num_layers: of an LSTM. What is saved,
-    and served, are the embeddings alone.
-    """
+    """P-tuning with PEFT's settings. Only the embeddings are saved and served."""
 
     peft_type = "P_TUNING"
     peft_names: ClassVar[Mapping[str, str]] = {
@@ -55,9 +50,13 @@ class PTuningConfig(VirtualTokensConfig):
     supported = "p-tuning without dropout"
 
     num_virtual_tokens: int = 20
+    """Number of virtual tokens."""
     encoder_reparameterization_type: str = "MLP"
+    """The network: MLP or LSTM."""
     encoder_hidden_size: int | None = None
+    """Hidden size of the network; None: the model's."""
     encoder_num_layers: int = 2
+    """Number of layers of an LSTM."""
 
     def __post_init__(self) -> None:
         self.check_number()
@@ -67,7 +66,7 @@ class PTuningConfig(VirtualTokensConfig):
             )
         if self.encoder_hidden_size is not None:
             check_whole("encoder_hidden_size", self.encoder_hidden_size, 1, MOST_WHOLE)
-        check_whole("encoder_num_layers", self.encoder_num_layers, 1, _MOST_LAYERS)
+        check_whole("encoder_num_layers", self.encoder_num_layers, 1, _MAX_LAYERS)
 
     def sites(
         self, architecture: Architecture, *, every_target: bool = True

@@ -30,12 +30,7 @@ from coserve.settings import MOST_WHOLE, check_whole
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixTuningConfig(VirtualTokensConfig):
-    """Prefix tuning with PEFT's settings.
-
-    num_virtual_tokens: how many. prefix_projection: whether keys and values come from a network
-    that is trained in their place; what is saved, and served, are keys and values alone.
-    encoder_hidden_size: of the network (None: the width of a block's keys).
-    """
+    """Prefix tuning with PEFT's settings. Only keys and values are saved and served."""
 
     peft_type = "PREFIX_TUNING"
     peft_names: ClassVar[Mapping[str, str]] = {
@@ -44,8 +39,11 @@ class PrefixTuningConfig(VirtualTokensConfig):
     supported = "prefix tuning"
 
     num_virtual_tokens: int = 20
+    """Number of virtual tokens."""
     prefix_projection: bool = False
+    """Whether keys and values come from a network that is trained in their place."""
     encoder_hidden_size: int | None = None
+    """Hidden size of the network; None: the width of a block's keys."""
 
     def __post_init__(self) -> None:
         self.check_number()
@@ -56,8 +54,8 @@ class PrefixTuningConfig(VirtualTokensConfig):
     def sites(
         self, architecture: Architecture, *, every_target: bool = True
     ) -> dict[str, tuple[Part, str]]:
-        """Of each block, the nodes that give attention its keys and its values: in this order in
-        PEFT's table.
+        """Return the nodes of each block that give attention its keys and its values, in this
+        order, which is that of PEFT's table.
         """
         found: dict[str, tuple[Part, str]] = {}
         for layer in range(architecture.num_layers):
@@ -97,7 +95,7 @@ class PrefixTuningConfig(VirtualTokensConfig):
 
 
 def _maker(graph: Graph, slot: str) -> str:
-    """The node whose first output attention takes as its keys or values."""
+    """Return the name of the node whose first output attention takes as its keys or values."""
     attention = next((node for node in graph.nodes if node.op == "attention"), None)
     if attention is None:
         raise AdapterError(

@@ -26,11 +26,7 @@ _INITIAL_VALUES = ("RANDOM", "SAMPLE_VOCAB")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTuningConfig(VirtualTokensConfig):
-    """Prompt tuning with PEFT's settings.
-
-    num_virtual_tokens: how many. prompt_tuning_init: what they start from, random numbers (RANDOM)
-    or the embeddings of random tokens (SAMPLE_VOCAB).
-    """
+    """Prompt tuning with PEFT's settings."""
 
     peft_type = "PROMPT_TUNING"
     peft_names: ClassVar[Mapping[str, str]] = {
@@ -40,7 +36,10 @@ class PromptTuningConfig(VirtualTokensConfig):
     supported = "prompt tuning"
 
     num_virtual_tokens: int = 20
+    """Number of virtual tokens."""
     prompt_tuning_init: str = "RANDOM"
+    """Initial values: random numbers (RANDOM), or the embeddings of random tokens (SAMPLE_VOCAB).
+    """
 
     def __post_init__(self) -> None:
         self.check_number()

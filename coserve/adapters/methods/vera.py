@@ -23,16 +23,12 @@ from coserve.models.base import Architecture
 from coserve.settings import MOST_WHOLE, check_number, check_whole, is_number, shown
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
-_MOST_KEY = 2**63 - 1
+_MAX_KEY = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class VeraConfig(TargetedConfig):
-    """VeRA with PEFT's settings.
-
-    r: rank of A and B. d_initial: what d starts from; b starts at zero. dropout: as LoRA's.
-    projection_prng_key: seed of A and B. save_projection: whether a directory holds A and B.
-    """
+    """VeRA with PEFT's settings."""
 
     peft_type = "VERA"
     target_names: ClassVar[Mapping[str, str]] = {
@@ -50,16 +46,21 @@ class VeraConfig(TargetedConfig):
     supported = "VeRA on linear layers"
 
     r: int = 256
+    """Rank of A and B."""
     d_initial: float = 0.1
+    """Initial value of d; b starts at zero."""
     dropout: float = 0.0
+    """Probability with which training drops a feature of the bypass's input."""
     projection_prng_key: int = 0
+    """Seed of A and B."""
     save_projection: bool = True
+    """Whether a directory holds A and B."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("VeRA's r", self.r, 1, MOST_WHOLE)
         check_number("VeRA's d_initial", self.d_initial)
-        check_whole("VeRA's projection_prng_key", self.projection_prng_key, 0, _MOST_KEY)
+        check_whole("VeRA's projection_prng_key", self.projection_prng_key, 0, _MAX_KEY)
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(
                 f"VeRA's dropout must be at least 0 and below 1, not {shown(self.dropout)}"
@@ -153,15 +154,15 @@ class VeraConfig(TargetedConfig):
         return {_A: a, _B: b}
 
     def _sizes(self, layout: AdapterLayout) -> tuple[int, int]:
-        """The most inputs, and the most outputs, of the targets."""
+        """Return the maximum number of inputs, and of outputs, of the targets."""
         targets = [layout.places[module] for module in layout.derived]
         return max(place.inputs for place in targets), max(place.outputs for place in targets)
 
 
 @lru_cache(maxsize=4)
 def projections(key: int, rank: int, widest: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """A [rank, inputs] and B [outputs, rank] of the widest layers, float32: Kaiming's uniform
-    numbers, as PEFT draws them.
+    """Return A [rank, inputs] and B [outputs, rank] of the widest layers, float32: Kaiming's
+    uniform numbers, as PEFT draws them.
     """
     generator, (inputs, outputs) = torch.Generator().manual_seed(key), widest
     a = torch.empty(rank, inputs).uniform_(-sqrt(6 / inputs), sqrt(6 / inputs), generator=generator)
@@ -179,14 +180,14 @@ def _part(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A for as many inputs, or B for as many outputs: one tensor for all adapters of a key."""
+    """Return A for as many inputs, or B for as many outputs: one for all adapters of a key."""
     whole = projections(key, rank, widest)[which]
     return (whole[:size] if which else whole[:, :size]).to(device, dtype).contiguous()
 
 
 @lru_cache(maxsize=64)
 def _widest(config: VeraConfig, architecture: Architecture) -> tuple[int, int]:
-    """The most inputs, and the most outputs, of an adapter's layers."""
+    """Return the maximum number of inputs, and of outputs, of an adapter's layers."""
     sites = config.target_sites(architecture, every_target=False)
     places = [Place.of(architecture, module, part, node) for module, (part, node) in sites.items()]
     return max(place.inputs for place in places), max(place.outputs for place in places)
