@@ -1,4 +1,5 @@
-"""Kernels: what may have a fast version on some device, one folder per backend (see `base.py`).
+"""Kernels: everything that may have a fast version on some device, one folder per backend
+(`base.py`).
 
 Every backend is tested against `plain/`. Which one runs is decided once per model, by
 `find_backend`. The folder `groups/` is not a backend: it has the collectives between ranks.
@@ -23,15 +24,16 @@ def backend_names() -> tuple[str, ...]:
 
 
 def names_for(device: "torch.device") -> tuple[str, ...]:
-    """The backends that run on a device."""
+    """Return the backends that run on a device."""
     return tuple(name for name in backend_names() if _backend(name).is_available(device))
 
 
 def find_backend(device: "torch.device", name: str | None = None) -> "Backend":
-    """The backend for a device: the one that is named, or `$COSERVE_KERNELS`, or the best that is
-    available there.
+    """Return the backend for a device: the one that is named, or `$COSERVE_KERNELS`, or the best
+    that is available there.
 
-    ModelError for a name that there is none of, or that cannot run on this device.
+    Raises:
+        ModelError: there is no backend of this name, or it cannot run on this device.
     """
     name = name or os.environ.get("COSERVE_KERNELS") or None
     if name is None:
@@ -49,9 +51,12 @@ def find_backend(device: "torch.device", name: str | None = None) -> "Backend":
 def prepare_backends(
     device: "torch.device", progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Do what the backends of a device need once, such as compiling; progress: parts done, and all.
+    """Prepare the backends of a device, which compile their kernels once.
 
-    `find_backend` would do the same without telling anybody.
+    `find_backend` would do the same without reporting progress.
+
+    Args:
+        progress: called with the number of finished parts, and of all.
     """
     for name in (
         [os.environ["COSERVE_KERNELS"]] if os.environ.get("COSERVE_KERNELS") else backend_names()

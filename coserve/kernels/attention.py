@@ -1,4 +1,4 @@
-"""What crosses to a backend for attention: which rows see which keys, and how scores are made.
+"""Attention as a backend gets it: which rows see which keys, and how scores are computed.
 
 Shapes: n query rows, m keys, Hq query heads, Hkv key heads (Hq is a multiple of Hkv), D width of a
 head. Keys and values lie in a store of pages, [num_pages, block_tokens, Hkv * D]; a contiguous
@@ -22,68 +22,74 @@ from coserve.kernels.transfer import int_tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionSpec:
-    """How scores are made: softmax(soft_cap(q k^T * scale) + bias) over the keys that a row sees.
-
-    sliding_window: a row sees this many of its last keys, itself among them; None: all up to
-    itself. soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118).
-    alibi_slopes: by query head; -slope * distance is added (arXiv 2108.12409). sinks: float [Hq],
-    the score of one more key per head that has no value (arXiv 2309.17453, as in gpt-oss).
-    """
+    """A formula of scores: softmax(soft_cap(q k^T * scale) + bias) over a row's keys."""
 
     scale: float
+    """Factor of the products of queries and keys."""
     sliding_window: int | None = None
+    """Number of its last keys that a row sees, its own among them; None: all up to its own."""
     soft_cap: float | None = None
+    """Bound of scores: they become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None:
+    unbounded.
+    """
     alibi_slopes: tuple[float, ...] | None = None
+    """Slope of each query head: -slope * distance is added (arXiv 2108.12409)."""
     sinks: Tensor | None = None
+    """Score of one more key per head that has no value, float [Hq] (arXiv 2309.17453, as in
+    gpt-oss).
+    """
 
     @property
     def is_basic(self) -> bool:
-        """Whether there is nothing but a scale and a sliding window."""
+        """Return whether there is nothing but a scale and a sliding window."""
         return self.soft_cap is None and self.alibi_slopes is None and self.sinks is None
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Consecutive query rows of one sequence, at least one, which are the last `num_rows` of its
-    `num_keys` keys.
-
-    pages: of the store, in order. Key j is entry `first_key + j` of these pages laid end to end.
-    """
+    """Consecutive query rows of one sequence, at least one, which are the last of its keys."""
 
     num_rows: int
+    """Number of query rows."""
     num_keys: int
+    """Number of keys of the sequence."""
     pages: Sequence[int] = (0,)
+    """Pages of the store, in order."""
     first_key: int = 0
+    """Place of the first key in these pages laid end to end."""
 
 
 class PageTables:
-    """Page tables of some sequences end to end, on the CPU: made once for as long as none of them
+    """Page tables of some sequences end to end, on the CPU, made once for as long as none of them
     changes.
 
-    tables: by sequence. pages: int64 [all]. first_page, num_pages: int64 [sequences], where each
-    begins there, and how many it has.
+    Args:
+        tables: by sequence; an `array` is taken as it lies.
     """
 
     def __init__(self, tables: Sequence[Sequence[int]]) -> None:
-        """An array is taken as it lies."""
         self.tables = tables
 
     @cached_property
     def num_pages(self) -> Tensor:
+        """Return the number of pages of each sequence, int64 [sequences]."""
         return int_tensor([len(table) for table in self.tables])
 
     @cached_property
     def first_page(self) -> Tensor:
+        """Return the place in `pages` where each sequence begins, int64 [sequences]."""
         return int_tensor([0, *accumulate(map(len, self.tables))][:-1])
 
     @cached_property
     def pages(self) -> Tensor:
+        """Return the pages of all sequences, int64."""
         if set(map(type, self.tables)) == {array}:
-            return torch.frombuffer(bytearray().join(self.tables), dtype=torch.int64)  # type: ignore[arg-type]
+            joined = bytearray().join(self.tables)  # type: ignore[arg-type]
+            return torch.frombuffer(joined, dtype=torch.int64)
         return int_tensor(list(chain.from_iterable(self.tables)))
 
     @staticmethod
     def joined(tables: Sequence["PageTables"]) -> "PageTables":
-        """Those of all."""
+        """Return the page tables of all sequences."""
         return PageTables([table for each in tables for table in each.tables])
 
     def __len__(self) -> int:
@@ -94,21 +100,24 @@ class PageTables:
 class SegmentTable(Sequence[Segment]):
     """Segments by columns, int64 [segments] on the CPU, so that a step of hundreds makes no object
     for each of them.
-
-    first_key: None: keys begin with a page. first_page: where the pages of each begin among
-    `pages`, int64 [all]. num_pages: how many each has there, which may be more than it reads.
     """
 
     num_rows: Tensor
+    """Number of query rows of each."""
     num_keys: Tensor
+    """Number of keys of each."""
     first_key: Tensor | None
+    """Place of each one's first key in its pages; None: keys begin with a page."""
     first_page: Tensor
+    """Place in `pages` where those of each begin."""
     num_pages: Tensor
+    """Number of pages that each has there, which may be more than it reads."""
     pages: Tensor
+    """Pages of all, int64."""
 
     @staticmethod
     def of(segments: Sequence[Segment]) -> "SegmentTable":
-        """The same segments."""
+        """Return the table of some segments."""
         if isinstance(segments, SegmentTable):
             return segments
         tables = PageTables([segment.pages for segment in segments])
@@ -156,16 +165,16 @@ class SegmentTable(Sequence[Segment]):
 
     @cached_property
     def total_rows(self) -> int:
-        """Of all."""
+        """Return the number of query rows of all segments."""
         return sum(self.num_rows.tolist())
 
     @property
     def is_single(self) -> bool:
-        """Whether each has one row."""
+        """Return whether each segment has one row."""
         return self.total_rows == len(self)
 
     def take(self, which: Tensor) -> "SegmentTable":
-        """Some of them, int64 [n], with no pages but theirs."""
+        """Return the table of some segments, int64 [n], with no other pages than theirs."""
         num_pages = self.num_pages[which]
         first_page = num_pages.cumsum(0) - num_pages
         sources = torch.repeat_interleave(self.first_page[which] - first_page, num_pages)
@@ -180,14 +189,14 @@ class SegmentTable(Sequence[Segment]):
 
 
 class AttentionBatch(ABC):
-    """Segments whose rows follow each other, with whatever a backend derives from them: prepared
-    once for all layers of a step (`Backend.prepare_attention`).
+    """Segments whose rows follow each other, and everything that a backend derives from them:
+    prepared once for all layers of a step (`Backend.prepare_attention`).
     """
 
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """Query rows of all segments."""
+        """Return the number of query rows of all segments."""
 
 
 class AttentionRoom(AttentionBatch):
@@ -198,4 +207,4 @@ class AttentionRoom(AttentionBatch):
 
     @abstractmethod
     def fill(self, batch: AttentionBatch) -> None:
-        """With the segments of a batch, whose keys lie in stores of one page."""
+        """Fill it with the segments of a batch, whose keys lie in stores of one page."""

@@ -5,8 +5,8 @@ A library that was compiled here lies in the cache of this user and machine, whi
 This module imports no PyTorch, so that the compiler can already run while a server still imports
 it:
 
-    python -m coserve.kernels.cpu_library PID     # compile in the background for a process; returns
-    at once
+    # Compile in the background for a process; returns at once.
+    python -m coserve.kernels.cpu_library PID
 """
 
 import fcntl
@@ -61,6 +61,7 @@ class Variant:
     """A build for one class of x86-64 processors."""
 
     name: str
+    """Name of the variant, part of its file's name."""
     flags: tuple[str, ...]
     """Flags of the compiler beside `FLAGS`."""
     features: frozenset[str]
@@ -105,6 +106,7 @@ class BuiltLibrary:
     """A library that can be loaded on this machine."""
 
     path: Path
+    """The library's file."""
     build: str
     """Name of the prebuilt variant, or "native" if it was compiled on this machine."""
     is_kept: bool = True
@@ -161,19 +163,25 @@ def why_none() -> str:
     if not sys.platform.startswith("linux") or existing_library() is not None:
         return ""
     if shutil.which("g++") is None:
-        return "there is no g++ to compile the CPU kernels with, so the slower plain ones run: install g++"
+        return (
+            "there is no g++ to compile the CPU kernels with, so the slower plain ones run: "
+            "install g++"
+        )
     with suppress(OSError):
         reason = _failure_file(library_directory(), _identity()).read_text()
-        return f"the CPU kernels could not be compiled at the last start, so the slower plain ones ran: {reason}"
+        return (
+            "the CPU kernels could not be compiled at the last start, so the slower plain ones "
+            f"ran: {reason}"
+        )
     return ""
 
 
 def start_compiling() -> None:
-    """Have a process of its own compile the library if there is none, and return without waiting
-    for it.
+    """Start a process that compiles the library if there is none, and return without waiting for
+    it.
 
-    It is nobody's child, and what it compiles is kept even if the caller ends in the meantime. A
-    failed compilation is tried again while the caller lives.
+    It is detached, and its result is kept even if the caller ends in the meantime. A failed
+    compilation is tried again while the caller lives.
     """
     if not sys.platform.startswith("linux") or shutil.which("g++") is None:
         return

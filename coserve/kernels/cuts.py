@@ -1,4 +1,4 @@
-"""How ranks divide one dimension of a tensor: which entries each of them holds.
+"""Cuts of a tensor's dimension among ranks: which entries each of them holds.
 
 Pieces are equally large on all ranks. They need not be neighbours (a fused projection is divided
 part by part), and several ranks may hold the same piece (key heads, where there are fewer than
@@ -17,24 +17,26 @@ from coserve.errors import GraphError
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Run:
+class CutRun:
     """Neighbouring entries of a dimension."""
 
     start: int
+    """First entry."""
     stop: int
+    """Entry after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one dimension is divided among the ranks of a group, each of which has as many entries as
+    """A division of one dimension among the ranks of a group, each of which has as many entries as
     the others.
     """
 
     width: int
     """Entries of the whole dimension."""
-    runs: tuple[tuple[Run, ...], ...]
-    """By rank, the entries that it holds, in their order in the whole. Entries from `width` on are
-    zeros."""
+    runs: tuple[tuple[CutRun, ...], ...]
+    """Entries that each rank holds, in their order in the whole. Entries from `width` on are zeros.
+    """
     dim: int = -1
     """The dimension, counted from the last one (-1), so that it is the same with and without rows
     in front."""
@@ -50,8 +52,8 @@ class Cut:
         return sum(run.stop - run.start for run in self.runs[0])
 
     def num_held(self, rank: int) -> int:
-        """Return how many entries of the whole a rank holds: fewer than `local` where its piece is
-        padded.
+        """Return the number of entries of the whole that a rank holds: fewer than `local` where its
+        piece is padded.
         """
         return sum(max(0, min(run.stop, self.width) - run.start) for run in self.runs[rank])
 
@@ -100,7 +102,7 @@ class Cut:
         return piece.new_zeros(shape).index_copy_(self.dim, places.to(piece.device), entries)
 
     def put_copied(self, piece: Tensor, entries: Tensor, rank: int) -> None:
-        """Write the entries that several ranks hold to a rank's piece: the inverse of `copied`."""
+        """Write the entries that several ranks hold (see `copied`) to a rank's piece."""
         local, places = self._copied[rank]
         piece.index_copy_(
             self.dim,
@@ -122,8 +124,8 @@ class Cut:
 
     @cached_property
     def _copied(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return by rank, of its entries that several ranks hold, their numbers in its piece, and
-        among all such.
+        """Return by rank, for its entries that several ranks hold, their numbers in its piece, and
+        their numbers among all such entries.
         """
         is_copied = self._counts > 1
         number, entries = is_copied.cumsum(0) - 1, self.along(-1)
@@ -153,21 +155,21 @@ class Cut:
         place = len(shape) + self.dim
         return (*shape[:place], self.local, *shape[place + 1 :])
 
-    def owned_runs(self, rank: int) -> list[tuple[int, Run]]:
+    def owned_runs(self, rank: int) -> list[tuple[int, CutRun]]:
         """Return the entries of a rank that no rank before it holds, each run with its place in the
         rank's piece.
         """
         others = [run for runs in self.runs[:rank] for run in runs]
-        found, start = list[tuple[int, Run]](), 0
+        found, start = list[tuple[int, CutRun]](), 0
         for run in self.runs[rank]:
             low, stop = run.start, min(run.stop, self.width)
             for other in merged(others):
                 if other.start < stop and other.stop > low:
                     if low < other.start:
-                        found.append((start + low - run.start, Run(start=low, stop=other.start)))
+                        found.append((start + low - run.start, CutRun(start=low, stop=other.start)))
                     low = max(low, other.stop)
             if low < stop:
-                found.append((start + low - run.start, Run(start=low, stop=stop)))
+                found.append((start + low - run.start, CutRun(start=low, stop=stop)))
             start += run.stop - run.start
         return found
 
@@ -186,7 +188,7 @@ class Cut:
         return torch.cat(pieces, self.dim)
 
     def put(self, whole: Tensor, piece: Tensor, rank: int) -> None:
-        """Write a rank's piece to its place in the whole tensor: the inverse of `take`."""
+        """Write a rank's piece, as `take` returns it, to its place in the whole tensor."""
         start = 0
         for run in self.runs[rank]:
             num_there = max(0, min(run.stop, self.width) - run.start)
@@ -208,7 +210,7 @@ def even_cut(width: int, size: int, *, padded: bool = False) -> Cut | None:
     if width % size and not padded:
         return None
     local = -(-width // size)
-    runs = tuple((Run(start=rank * local, stop=(rank + 1) * local),) for rank in range(size))
+    runs = tuple((CutRun(start=rank * local, stop=(rank + 1) * local),) for rank in range(size))
     return Cut(width=width, runs=runs)
 
 
@@ -244,7 +246,7 @@ def head_cut(
     return Cut(
         width=num_heads * head_width,
         runs=tuple(
-            (Run(start=rank // copies * head_width, stop=(rank // copies + 1) * head_width),)
+            (CutRun(start=rank // copies * head_width, stop=(rank // copies + 1) * head_width),)
             for rank in range(size)
         ),
     )
@@ -252,16 +254,18 @@ def head_cut(
 
 def side_by_side(parts: Sequence[Cut]) -> Cut:
     """Return the cut of a tensor whose columns are those of several tensors, one after another."""
-    start, runs = 0, [list[Run]() for _ in parts[0].runs]
+    start, runs = 0, [list[CutRun]() for _ in parts[0].runs]
     for part in parts:
         for own, of_rank in zip(runs, part.runs, strict=True):
-            own += [Run(start=run.start + start, stop=run.stop + start) for run in of_rank]
+            own += [CutRun(start=run.start + start, stop=run.stop + start) for run in of_rank]
         start += part.width
     return Cut(width=start, runs=tuple(merged(own) for own in runs))
 
 
 def united(cuts: Sequence[Cut]) -> Cut:
-    """Return the cut in which each rank has what it has in any of several cuts of one tensor."""
+    """Return the cut in which each rank has everything that it has in any of several cuts of one
+    tensor.
+    """
     if all(cut == cuts[0] for cut in cuts):
         return cuts[0]
     return replace(
@@ -272,12 +276,12 @@ def united(cuts: Sequence[Cut]) -> Cut:
     )
 
 
-def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+def merged(runs: Iterable[CutRun]) -> tuple[CutRun, ...]:
     """Return runs in their order, with those that touch or overlap as one."""
-    found: list[Run] = []
+    found: list[CutRun] = []
     for run in sorted(runs):
         if found and run.start <= found[-1].stop:
-            found[-1] = Run(start=found[-1].start, stop=max(found[-1].stop, run.stop))
+            found[-1] = CutRun(start=found[-1].start, stop=max(found[-1].stop, run.stop))
         else:
             found.append(run)
     return tuple(found)
@@ -296,7 +300,7 @@ def mapped(cut: Cut, width: int, place: Mapping[int, int]) -> Cut | None:
     """
     found = tuple(
         merged(
-            Run(start=place[entry], stop=place[entry] + 1)
+            CutRun(start=place[entry], stop=place[entry] + 1)
             for run in runs
             for entry in range(run.start, run.stop)
             if entry in place

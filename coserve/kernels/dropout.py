@@ -11,7 +11,7 @@ _CHUNK_ELEMENTS = 1 << 17
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finalizer of MurmurHash3 on the low 32 bits of an int64 tensor
+    """Apply the 32-bit finalizer of MurmurHash3 to the low 32 bits of an int64 tensor
     (https://github.com/aappleby/smhasher).
     """
     x = x & _MASK_32
@@ -21,25 +21,26 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def dropout_row_ids(seed: int, rows: Tensor) -> Tensor:
-    """One random key per row: int64 [n] in [0, 2^32), from a seed and row numbers [n] that are
-    never used twice.
+    """Return one random key per row, int64 [n] in [0, 2^32), from a seed and row numbers [n] that
+    are never used twice.
     """
     low, high = _mix(rows), _mix(rows >> 32)
     return _mix(low ^ _mix(high + (seed & _MASK_32)) ^ ((seed >> 32) & _MASK_32))
 
 
 def dropout_ids_of_part(keys: Tensor, part: int) -> Tensor:
-    """The rows' keys (int64 [n]) for one part of a model, so that its parts drop independently of
-    each other.
+    """Return the rows' keys (int64 [n]) for one part of a model, so that its parts drop
+    independently of each other.
     """
     return _mix(keys + part * 0x9E3779B1)
 
 
 def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
-    """Which features stay: bool [n, width], each true with probability 1 - p.
+    """Return the features that stay: bool [n, width], each true with probability 1 - p.
 
-    keys: int64 [n] from `dropout_row_ids`; salt: tells apart the places of a model that drop
-    features of the same row.
+    Args:
+        keys: int64 [n] from `dropout_row_ids`.
+        salt: distinguishes the places of a model that drop features of the same row.
     """
     features = _as_int32(_mix(torch.arange(width, device=keys.device) + (salt & _MASK_32)))
     rows = _as_int32(keys)
@@ -55,19 +56,19 @@ def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
 
 
 def dropped(x: Tensor, keys: Tensor, *, p: float, salt: int) -> Tensor:
-    """x [n, width] without the features that its rows drop, scaled up for them."""
+    """Return x [n, width] without the features that its rows drop, scaled up for them."""
     scale: float = 1 / (1 - p)
     return x * dropout_mask(keys, x.shape[1], p=p, salt=salt) * scale
 
 
 def _as_int32(x: Tensor) -> Tensor:
-    """The low 32 bits of an int64 tensor, as int32."""
+    """Return the low 32 bits of an int64 tensor, as int32."""
     return torch.where(x >= 2**31, x - 2**32, x).to(torch.int32)
 
 
 def _mix_int32_(x: Tensor) -> Tensor:
-    """`_mix` on int32, in place: multiplication wraps, and shifts are made logical by masking the
-    sign's copies.
+    """Apply `_mix` on int32, in place: multiplication wraps, and shifts are made logical by masking
+    the sign's copies.
     """
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x85EBCA6B - 2**32

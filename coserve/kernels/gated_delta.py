@@ -1,5 +1,5 @@
-"""What crosses to a backend for gated delta layers: rows of sequences, and the state that each
-sequence carries.
+"""Gated delta layers as a backend gets them: rows of sequences, and the state that each sequence
+carries.
 
 Shapes: B sequences of T rows each, Hk key heads (and as many query heads), Hv value heads (a
 multiple of Hk), Dk and Dv widths of a key and a value head, K rows that the short convolution sees,
@@ -17,18 +17,24 @@ CHUNK_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaSpec:
-    """The sizes above, and eps of the lengths of queries and keys.
+    """Sizes of a layer.
 
     A state is float32 [state_size]: the last K - 1 rows before the convolution [K - 1, C], then a
     matrix for each value head [Hv, Dk, Dv]. That of a sequence without rows is zero.
     """
 
     num_key_heads: int
+    """Key heads (Hk)."""
     num_value_heads: int
+    """Value heads (Hv)."""
     key_dim: int
+    """Width of a key head (Dk)."""
     value_dim: int
+    """Width of a value head (Dv)."""
     kernel_size: int
+    """Rows that the short convolution sees (K)."""
     eps: float = 1e-6
+    """Added to the squared lengths of queries and keys."""
 
     @property
     def num_channels(self) -> int:
@@ -45,28 +51,33 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GatedDeltaWeights:
-    """conv [C, 1, K], a_log and dt_bias [Hv]."""
+    """Weights of a layer."""
 
     conv: Tensor
+    """The short convolution [C, 1, K]."""
     a_log: Tensor
+    """Logarithms of the decay rates [Hv]."""
     dt_bias: Tensor
+    """Biases of the decays' gates [Hv]."""
 
 
 class GatedDeltaRows(NamedTuple):
-    """x [B, T, C]: queries, keys and values before the convolution. b and a [B, T, Hv]: of the
-    gates.
-    """
+    """Rows of B sequences."""
 
     x: Tensor
+    """Queries, keys and values before the convolution [B, T, C]."""
     b: Tensor
+    """Input of the gates beta [B, T, Hv]."""
     a: Tensor
+    """Input of the decays [B, T, Hv]."""
 
 
 class GatedDeltaGradients(NamedTuple):
-    """Of the rows, in their dtype; of the state before them [B, state_size] and of the weights, in
-    float32.
-    """
+    """Gradients of a layer."""
 
     rows: GatedDeltaRows
+    """Gradients of the rows, in their dtype."""
     state: Tensor
+    """Gradient of the states before the rows, float32 [B, state_size]."""
     weights: GatedDeltaWeights
+    """Gradients of the weights, float32."""

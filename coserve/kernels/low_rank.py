@@ -1,8 +1,7 @@
-"""What crosses to a backend for adapters that are sums of low rank (LoRA): their factors, and which
-rows are whose.
+"""Low-rank adapters (LoRA) as a backend gets them: their factors, and which rows are whose.
 
-A model has places where adapters can sit, numbered through the whole model; neighbouring places
-whose sites read the same rows (the projections of queries, keys and values, say) are run as one.
+A model has places where adapters can sit, numbered through the whole model. Neighbouring places
+whose sites read the same rows (the projections of queries, keys and values, say) run as one.
 """
 
 from collections.abc import Hashable, Sequence
@@ -22,64 +21,71 @@ PLACE_NUMBERS = 9
 
 
 class LowRankRows(NamedTuple):
-    """What one adapter adds to some columns of all rows of a product: narrow B^T; narrow [n, rank],
-    b [columns, rank]. first: the first of these columns.
-    """
+    """Addition of one adapter to some columns of all rows of a product: narrow B^T."""
 
     narrow: Tensor
+    """Rows in the adapter's rank, [n, rank]."""
     b: Tensor
+    """Factor B [columns, rank]."""
     first: int = 0
+    """The first of the columns."""
 
 
 class LowRankGradient(NamedTuple):
-    """What one adapter adds to the gradient of a product's rows: narrow A; narrow [n, rank], a
-    [rank, in].
-    """
+    """Addition of one adapter to the gradient of a product's rows: narrow A."""
 
     narrow: Tensor
+    """Gradient in the adapter's rank, [n, rank]."""
     a: Tensor
+    """Factor A [rank, in]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceDropout:
-    """What a place drops of its rows: each feature with probability p. part: the number of its part
-    of the model; salt: see `kernels.dropout`.
-    """
+    """Dropout of the rows that an adapter reads at a place."""
 
     p: float
+    """Probability with which each feature is dropped."""
     part: int
+    """Number of the place's part of the model."""
     salt: int
+    """Salt of the place within its part; see `kernels.dropout`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LowRank:
-    """What an adapter adds to a place: scale * B (A x), or B (A dropout(x)); a [rank, in], b [out,
-    rank].
-    """
+class LowRankFactors:
+    """Factors of an adapter at a place, which adds scale * B (A x), or B (A dropout(x))."""
 
     a: Tensor
+    """Factor A [rank, in]."""
     b: Tensor
+    """Factor B [out, rank]."""
     scale: float
+    """Factor of the result."""
     dropout: PlaceDropout | None = None
+    """Dropout of x; None: nothing is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptRows:
-    """Of an adapter that is trained, for its rows: where what B multiplies (scale * A x, rounded)
-    is kept, addresses by place, int64, row after row (0: nowhere); and the keys of their dropout,
-    int64 [n].
-    """
+    """Places where rows of an adapter that is trained are kept."""
 
     narrow: Tensor
+    """Addresses by place, int64, where the input of B (scale * A x, rounded) is kept, row after
+    row; 0: it is not kept.
+    """
     dropout_row_ids: Tensor
+    """Keys of the rows' dropout, int64 [n]."""
 
 
 class LowRankAdapter:
-    """An adapter by place (None: it has nothing there). The values of its factors may change, and
-    nothing else.
+    """An adapter by place. The values of its factors may change, and nothing else.
+
+    Args:
+        places: its factors at each place; None: it adds nothing there.
     """
 
-    def __init__(self, places: Sequence[LowRank | None]) -> None:
+    def __init__(self, places: Sequence[LowRankFactors | None]) -> None:
         self.places = tuple(places)
         self.drops = any(factors is not None and factors.dropout is not None for factors in places)
         # A bit for each place at which it sits.
@@ -87,28 +93,30 @@ class LowRankAdapter:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Where its factors lie, for kernels that are told: int64 [places, 9], with the addresses
-        of A and B, the rank, the bits of the scale as float64, room for what `KeptRows` says, and
-        of its dropout the part, the salt and the bits of p; zeros where it has nothing.
+        """Return the table of its factors for kernels that read them by address: int64 [places, 9].
+
+        A place has the addresses of A and B, the rank, the bits of the scale as float64, room for
+        the two numbers of `KeptRows`, and its dropout's part, salt and bits of p; zeros where the
+        adapter adds nothing.
         """
         return torch.tensor([_numbers(place) for place in self.places], dtype=torch.int64)
 
     @cached_property
     def device_addresses(self) -> Tensor:
-        """The same, on the device of the factors."""
+        """Return `addresses` on the device of the factors."""
         return on_device(
             self.addresses, next(place.a.device for place in self.places if place is not None)
         )
 
     @cached_property
     def max_rank(self) -> int:
-        """The largest of its places."""
+        """Return the largest rank of its places."""
         return max([place.a.shape[0] for place in self.places if place is not None], default=0)
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
-        """Of its factors; None: of those that no kernel can read by their addresses, absent or with
-        gaps.
+        """Return the dtypes of its factors, with None for factors that no kernel can read by their
+        addresses, since they are absent or have gaps.
         """
         factors = [
             tensor for place in self.places if place is not None for tensor in (place.a, place.b)
@@ -119,8 +127,8 @@ class LowRankAdapter:
         )
 
 
-def _numbers(place: LowRank | None) -> Sequence[int]:
-    """Of a place, in the table of factors."""
+def _numbers(place: LowRankFactors | None) -> Sequence[int]:
+    """Return a place's row of the table of factors."""
     if place is None:
         return (0,) * PLACE_NUMBERS
     factors = (place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0], _bits(place.scale))
@@ -129,13 +137,13 @@ def _numbers(place: LowRank | None) -> Sequence[int]:
 
 
 def _bits(number: float) -> int:
-    """Of a float64, as an int64."""
+    """Return the bits of a float64 as an int64."""
     return int(unpack("q", pack("d", number))[0])
 
 
 class AdapterRows:
-    """How many rows each of several adapters has, in their order: made once per step, for all
-    products with them.
+    """Numbers of rows of several adapters, in their order, made once per step for all products with
+    them.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -144,14 +152,21 @@ class AdapterRows:
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """The rows of each."""
+        """Return the rows of each adapter."""
         ends = list(accumulate(self.sizes))
         return tuple(slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
 
 class AdapterBatch:
-    """Adapters, at least one, and the rows of a batch that each of them has, at least one: made
+    """Adapters, at least one, and the rows of a batch that each of them has, at least one, made
     once per step.
+
+    Args:
+        adapters: the adapters.
+        rows: the rows of the batch that each adapter has.
+        device: the device of the batch.
+        kept: places for the rows of the last adapters, which are trained; their rows are
+            neighbours.
     """
 
     def __init__(
@@ -162,9 +177,6 @@ class AdapterBatch:
         *,
         kept: Sequence[KeptRows] = (),
     ) -> None:
-        """rows: of the batch, those of each adapter. kept: of the last of the adapters, which are
-        trained; their rows are neighbours.
-        """
         self.adapters, self._rows, self._kept = tuple(adapters), rows, kept
         # What a backend derives from it, made once for all places.
         self.derived: dict[Hashable, Any] = {}
@@ -174,14 +186,14 @@ class AdapterBatch:
 
     @cached_property
     def mask(self) -> int:
-        """A bit for each place at which some adapter sits."""
+        """Return a bit for each place at which some adapter sits."""
         mask = 0
         for adapter in self.adapters:
             mask |= adapter.mask
         return mask
 
     def at(self, place: int) -> "AdapterBatch":
-        """Those that sit at a place, at which some do."""
+        """Return the adapters that sit at a place (at least one does), with their rows."""
         which = tuple(
             index
             for index, adapter in enumerate(self.adapters)
@@ -198,22 +210,24 @@ class AdapterBatch:
 
     @property
     def rows_by_adapter(self) -> Sequence[Sequence[int]]:
-        """Which rows of the batch are each adapter's."""
+        """Return the rows of the batch that each adapter has."""
         return self._rows
 
     @cached_property
     def rows(self) -> Tensor:
-        """Adapter by adapter, which rows of the batch are its: int64 [n]."""
+        """Return the rows of the batch, adapter by adapter: int64 [n]."""
         return on_device(int_tensor(list(chain.from_iterable(self._rows))), self.sizes.device)
 
     @cached_property
     def ends(self) -> Tensor:
-        """How many rows there are up to each adapter's last: int64 [adapters], on the CPU."""
+        """Return the number of rows up to each adapter's last: int64 [adapters], on the CPU."""
         return torch.tensor(list(accumulate(self.sizes.sizes)))
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Of all factors (see `LowRankAdapter`): int64 [adapters, places, 9], on the CPU."""
+        """Return the tables of all factors (`LowRankAdapter.addresses`): int64 [adapters, places,
+        9], on the CPU.
+        """
         found = torch.stack([adapter.addresses for adapter in self.adapters])
         for own, kept in zip(found[len(found) - len(self._kept) :], self._kept, strict=True):
             own[:, 4], own[:, 5] = kept.narrow, kept.dropout_row_ids.data_ptr()
@@ -221,7 +235,9 @@ class AdapterBatch:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """Of all factors, if kernels can read them by their addresses."""
+        """Return the dtype of all factors; None if they have several, or kernels cannot read them
+        by address.
+        """
         dtypes = frozenset[torch.dtype | None]().union(
             *(adapter.dtypes for adapter in self.adapters)
         )

@@ -1,5 +1,5 @@
 """Copies of rows in calls that are captured: from tensors that stay where they are to others that
-lie elsewhere each time, and back. Where these lie is read on the device when the call runs.
+lie elsewhere each time, and back. The call reads these addresses on the device when it runs.
 """
 
 from abc import ABC, abstractmethod
@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class RowCopies(ABC):
-    """Of some tensors, each beside one of the others with rows of as many bytes
+    """Copies of rows between some tensors and one other tensor for each, with rows of as many bytes
     (`Backend.row_copies`).
 
-    others: addresses of the others' first rows, int64 [tensors]. rows: which row of the others is
-    the first that is copied, and how many are, int64 [2]. Both on the device.
+    others: addresses of the others' first rows, int64 [tensors]. rows: the first of the others'
+    rows that is copied, and the number of copied rows, int64 [2]. Both are on the device.
     """
 
     @abstractmethod
     def store(self, others: Tensor, rows: Tensor) -> None:
-        """To the others."""
+        """Copy rows to the others."""
 
     @abstractmethod
     def load(self, others: Tensor, rows: Tensor) -> None:
-        """From them."""
+        """Copy rows from the others."""

@@ -1,11 +1,11 @@
-"""Tracing: operators run once on stand-ins for rows, and a backend writes down what it is asked
-for. What was written down then runs as one call on the rows of any step, without Python between one
-kernel and the next.
+"""Tracing: operators run once on stand-ins for rows, and a backend records its calls. What was
+recorded then runs as one call on the rows of any step, without Python between one kernel and the
+next.
 
-In steps of few rows Python takes as long as a tenth of the work, up to a fifth. Each row is the
-next of a request, or of a piece of a prompt, whose rows attend one by one or in tiles; or it
-belongs to a training window, whose rows come after those. A step whose rows are not so, and a model
-of which some operator cannot be written down, run as always.
+In steps of few rows Python takes a tenth of the time of the work, up to a fifth. Each row of a
+traced step is the next of a request, or belongs to a piece of a prompt, whose rows attend one by
+one or in tiles, or to a training window, whose rows come after those. Other steps, and models with
+an operator that cannot be recorded, run call by call.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ BackendT = TypeVar("BackendT", covariant=True)
 
 # Up to how many pairs of a row and a key of prompts rows attend one by one in a step that is one
 # call: with more, tiles of attention save more than Python takes.
-MOST_PROMPT_PAIRS = 8192
+MAX_PROMPT_PAIRS = 8192
 # More than a step can have.
 ANY_PROMPT_PAIRS = 1 << 60
 
@@ -35,135 +35,141 @@ class TracedPiece:
     """Neighbouring rows of a step that belong to one prompt: the last of its keys."""
 
     first_row: int
+    """Row of the step with which it begins."""
     num_rows: int
+    """Number of rows."""
     num_keys: int
+    """Number of keys of the prompt so far, with these rows."""
 
     @property
     def num_pairs(self) -> int:
-        """Of a row and a key that it sees."""
+        """Return the number of pairs of a row and a key that it sees."""
         return self.num_rows * (self.num_keys - self.num_rows // 2)
 
 
 class UntraceableError(Exception):
-    """What was asked for cannot be written down."""
+    """A call that cannot be recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedWindow:
-    """Neighbouring rows of a pack that is trained.
-
-    first_in_pack: the pack's row with which they begin. segments: whom they attend to, of the keys
-    and values that the pack keeps. kept: where they go, addresses int64: of the first one's place
-    in each tensor of `TracedCalls.kept`, in that order; 0: it is not kept.
-    """
+    """Neighbouring rows of a pack that is trained."""
 
     num_rows: int
+    """Number of rows."""
     first_in_pack: int
+    """The pack's row with which they begin."""
     segments: Sequence[Segment]
+    """Segments of the rows, in the keys and values that the pack keeps."""
     kept: Tensor
+    """Addresses, int64, of the first row's place in each tensor of `TracedCalls.kept`, in that
+    order; 0: that is not kept.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedStep:
-    """What changes from step to step.
-
-    inputs: rows by name, [n, width]. attention: of the rows of requests, which come first, each the
-    last of its sequence, unless calls take a prompt's rows together (`TracedCalls.rows_apart`);
-    pieces: those of them that belong together. pages, offsets: where in the stores of keys and
-    values each of them has its own, int64. adapters: of all rows, or None. windows: the rows after
-    those of requests, in order.
-    """
+    """The inputs of a traced step: everything that changes from step to step."""
 
     inputs: Mapping[str, Tensor]
+    """Rows by name, [n, width]."""
     attention: AttentionBatch
+    """Segments of the rows of requests, which come first. Each row is the last of its sequence,
+    unless calls take a prompt's rows together (`TracedCalls.rows_apart`).
+    """
     pages: Tensor
+    """Page of each of these rows in the stores of keys and values, int64."""
     offsets: Tensor
+    """Place of each of these rows in its page, int64."""
     adapters: AdapterBatch | None
+    """Adapters of all rows; None: no row has one."""
     pieces: Sequence[TracedPiece] = ()
+    """Rows of requests that belong together."""
     windows: Sequence[TracedWindow] = ()
+    """Rows after those of requests, in order."""
 
 
 class TracedCalls(ABC):
-    """Calls that were written down. They read the weights and stores of pages that the trace was
-    made with.
-    """
+    """Recorded calls. They read the weights and stores of pages that the trace was made with."""
 
     @property
     @abstractmethod
     def most_rows(self) -> int:
-        """For how many rows of a step they are, at most; there may be kinds of steps for which it
-        is less.
-        """
+        """Return the maximum number of rows of a step; for some kinds of steps it may be less."""
 
     @property
     @abstractmethod
     def most_prompt_pairs(self) -> int:
-        """For how many pairs of a row and a key of prompts in a step they are, at most."""
+        """Return the maximum number of pairs of a row and a key of prompts in a step."""
 
     @property
     @abstractmethod
     def rows_apart(self) -> bool:
-        """Whether they take each row of a prompt as a segment of its own."""
+        """Return whether they take each row of a prompt as a segment of its own."""
 
     @property
     @abstractmethod
     def kept(self) -> Mapping[Hashable, int]:
-        """What windows can keep, by the names that the trace was given: bytes of a row."""
+        """Return the bytes of a row of everything that windows can keep, by the names that the
+        trace was given.
+        """
 
     @abstractmethod
     def fit(self, step: TracedStep) -> bool:
-        """Whether they are for such a step."""
+        """Return whether they are for such a step."""
 
     @abstractmethod
     def run(self, step: TracedStep) -> Tensor:
-        """Run them all: the output's rows [n, width]."""
+        """Run them all and return the output's rows [n, width]."""
 
     @abstractmethod
     def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
-        """The same, with what each kernel took in all, in seconds by its name."""
+        """Run them all and return the output's rows, and the seconds that each kernel took in all
+        by its name.
+        """
 
 
 class Trace(ABC, Generic[BackendT]):
-    """One trace that is being made. Where tensors stand in arguments and results, these are
-    stand-ins, or the rows of a step of which nothing but the number is right.
+    """A trace under construction. Tensors in arguments and results are stand-ins, or the rows of a
+    step of which only the number is right.
 
-    Each method, and each of the backend, raises UntraceableError for what it cannot write down.
+    Each method, and each of the backend, raises UntraceableError for a call that it cannot record.
     """
 
     @property
     @abstractmethod
     def backend(self) -> BackendT:
-        """Writes down what it is asked for."""
+        """Return the backend that records its calls."""
 
     @property
     @abstractmethod
     def attention(self) -> AttentionBatch:
-        """Stands for `TracedStep.attention`."""
+        """Return the stand-in for `TracedStep.attention`."""
 
     @property
     @abstractmethod
     def adapters(self) -> AdapterBatch:
-        """Stands for `TracedStep.adapters`."""
+        """Return the stand-in for `TracedStep.adapters`."""
 
     def group(self, group: RankGroup) -> RankGroup:
-        """Stands for a group of ranks: writes down its sums."""
+        """Return the stand-in for a group of ranks, which records its sums."""
         if group.size > 1:
             raise UntraceableError
         return group
 
     @abstractmethod
     def input(self, name: str, width: int) -> Tensor:
-        """Stands for rows [n, width] of `TracedStep.inputs`, in the compute dtype."""
+        """Return the stand-in for rows [n, width] of `TracedStep.inputs`, in the compute dtype."""
 
     @abstractmethod
     def keep(self, name: Hashable, rows: Tensor) -> None:
-        """Of rows [n, width], windows keep theirs by this name, those that do. A trace that keeps
-        nothing is for steps without windows.
+        """Record that windows keep their rows of [n, width] by this name, those that do. A trace
+        that keeps nothing is for steps without windows.
         """
 
     @abstractmethod
     def store(self, name: Hashable, rows: Tensor, store: Tensor) -> None:
-        """Of rows [n, width], keys or values, requests' go to their places in a store [num_pages,
-        block_tokens, width], a real tensor. Windows have kept theirs by this name, if there may be
-        any.
+        """Record that the rows of requests, keys or values [n, width], are written to their places
+        in a store [num_pages, block_tokens, width], a real tensor. If there may be windows, these
+        have kept theirs by this name.
         """

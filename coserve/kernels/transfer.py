@@ -1,4 +1,4 @@
-"""Numbers from the host to a device, without waiting for what the device is at."""
+"""Copies of numbers from the host to a device that do not wait for work under way on the device."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def int_tensor(values: Sequence[int]) -> Tensor:
-    """int64 [n] on the CPU, by an array: PyTorch takes several times as long to look at each number
-    of a list.
+    """Return int64 [n] on the CPU, made by way of an array: PyTorch takes several times as long to
+    look at each number of a list.
     """
     return (
         torch.frombuffer(array("q", values), dtype=torch.int64)
@@ -22,11 +22,14 @@ def int_tensor(values: Sequence[int]) -> Tensor:
 def on_device(
     values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A tensor of these values on a device; RuntimeError while calls are captured
-    (`Backend.capture`), which would copy again from where the values lay.
+    """Return a tensor of these values on a device.
 
     A GPU copies it from pinned memory when its turn comes; from any other memory PyTorch would wait
     until everything that was launched before is done.
+
+    Raises:
+        RuntimeError: calls are being captured (`Backend.capture`). They would copy again from where
+            the values lay.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":

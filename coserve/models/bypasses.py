@@ -21,8 +21,8 @@ from coserve.kernels.low_rank import (
     AdapterBatch,
     AdapterRows,
     KeptRows,
-    LowRank,
     LowRankAdapter,
+    LowRankFactors,
     PlaceDropout,
 )
 from coserve.models.base import Architecture, Part
@@ -121,7 +121,7 @@ def _shapes(bound: BoundBypass) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, tensor.shape) for name, tensor in sorted(bound.parameters.items()))
 
 
-def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
+def _as_low_rank(bound: BoundBypass, part: int) -> LowRankFactors | None:
     """Return a bypass as factors if it is B (A x), or scale * B (A x), of its site's input with or
     without dropout; None for any other.
 
@@ -135,7 +135,7 @@ def _as_low_rank(bound: BoundBypass, part: int) -> LowRank | None:
     sources = [bypass.source, *(node.outputs[0][1] for node in bypass.nodes)]
     if [*(node.input["x"] for node in bypass.nodes), bypass.result] != sources:
         return None
-    return LowRank(
+    return LowRankFactors(
         a=bound.parameters[first.input["weight"]],
         b=bound.parameters[last.input["weight"]],
         scale=float(middle[0].attribute["factor"]) if middle else 1.0,

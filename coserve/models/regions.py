@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coserve.graph.layouts import FIRST, AnyState
-from coserve.kernels.cuts import Cut, Run, merged
+from coserve.kernels.cuts import Cut, CutRun, merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class TensorView:
             yield self._region(piece, None, 0, 0, 0)
 
     def _cut_regions(
-        self, piece: Tensor, cut: Cut, runs: Sequence[tuple[Run, int]]
+        self, piece: Tensor, cut: Cut, runs: Sequence[tuple[CutRun, int]]
     ) -> Iterator[Region]:
         dim = piece.ndim + cut.dim
         first = self.starts[dim]
@@ -159,30 +159,30 @@ class TensorView:
         return Region(at=tuple(at), part=part)
 
 
-def held_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
+def held_runs(cut: Cut, rank: int) -> list[tuple[CutRun, int]]:
     """Return the runs of entries that a rank holds, and the start of each in the rank's piece;
     without padding.
     """
-    found, start = list[tuple[Run, int]](), 0
+    found, start = list[tuple[CutRun, int]](), 0
     for run in cut.runs[rank]:
         stop = min(run.stop, cut.width)
         if run.start < stop:
-            found.append((Run(start=run.start, stop=stop), start))
+            found.append((CutRun(start=run.start, stop=stop), start))
         start += run.stop - run.start
     return found
 
 
-def owned_runs(cut: Cut, rank: int) -> list[tuple[Run, int]]:
+def owned_runs(cut: Cut, rank: int) -> list[tuple[CutRun, int]]:
     """Return the runs of entries that a rank holds and no rank before it, and the start of each in
     the rank's piece.
     """
     others = merged(run for runs in cut.runs[:rank] for run in runs)
-    found = list[tuple[Run, int]]()
+    found = list[tuple[CutRun, int]]()
     for run, start in held_runs(cut, rank):
         begin = run.start
-        for other in (*others, Run(start=run.stop, stop=run.stop)):
+        for other in (*others, CutRun(start=run.stop, stop=run.stop)):
             if begin < min(other.start, run.stop):
-                own = Run(start=begin, stop=min(other.start, run.stop))
+                own = CutRun(start=begin, stop=min(other.start, run.stop))
                 found.append((own, start + own.start - run.start))
             begin = max(begin, other.stop)
     return found

@@ -10,7 +10,7 @@ from torch import Tensor
 from coserve.kernels import find_backend
 from coserve.kernels.attention import AttentionSpec, Segment
 from coserve.kernels.base import Backend
-from coserve.kernels.low_rank import AdapterBatch, LowRank, LowRankAdapter
+from coserve.kernels.low_rank import AdapterBatch, LowRankAdapter, LowRankFactors
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.triton import TritonBackend
 
@@ -315,8 +315,10 @@ def test_rooms_of_requests_hold_one_step_after_another(name):
 def test_adapters_of_many_ranks_add_to_their_rows(dtype, inner, outs):
     torch.manual_seed(0)
 
-    def factors(rank: int, out: int) -> LowRank:
-        return LowRank(a=draw(rank, inner, dtype=dtype), b=draw(out, rank, dtype=dtype), scale=0.4)
+    def factors(rank: int, out: int) -> LowRankFactors:
+        return LowRankFactors(
+            a=draw(rank, inner, dtype=dtype), b=draw(out, rank, dtype=dtype), scale=0.4
+        )
 
     adapters = [
         LowRankAdapter(

@@ -6,7 +6,7 @@ import torch
 from coserve.errors import GraphError
 from coserve.kernels.cuts import (
     Cut,
-    Run,
+    CutRun,
     even_cut,
     head_cut,
     mapped,
@@ -17,8 +17,8 @@ from coserve.kernels.cuts import (
 )
 
 
-def runs(*pieces: list[tuple[int, int]]) -> tuple[tuple[Run, ...], ...]:
-    return tuple(tuple(Run(start=start, stop=stop) for start, stop in piece) for piece in pieces)
+def runs(*pieces: list[tuple[int, int]]) -> tuple[tuple[CutRun, ...], ...]:
+    return tuple(tuple(CutRun(start=start, stop=stop) for start, stop in piece) for piece in pieces)
 
 
 def test_pieces_taken_and_put_back_are_the_whole():

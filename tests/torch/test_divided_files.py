@@ -26,7 +26,7 @@ from coserve.adapters.full_weights import FullWeights
 from coserve.adapters.methods.full import FullConfig
 from coserve.errors import AdapterError, DeviceGoneError
 from coserve.graph.layouts import FIRST, WHOLE
-from coserve.kernels.cuts import Cut, Run, even_cut
+from coserve.kernels.cuts import Cut, CutRun, even_cut
 from coserve.kernels.groups.base import Ranks
 from coserve.kernels.groups.threads import run_ranks
 from coserve.models import CachedSequence, forward, load_backbone, logits
@@ -315,12 +315,12 @@ CUTS = {
     "fused": Cut(
         width=12,
         runs=(
-            (Run(start=0, stop=3), Run(start=6, stop=9)),
-            (Run(start=3, stop=6), Run(start=6, stop=9)),
-            (Run(start=1, stop=2), Run(start=7, stop=12)),
+            (CutRun(start=0, stop=3), CutRun(start=6, stop=9)),
+            (CutRun(start=3, stop=6), CutRun(start=6, stop=9)),
+            (CutRun(start=1, stop=2), CutRun(start=7, stop=12)),
         ),
     ),
-    "whole on both": Cut(width=12, runs=((Run(start=0, stop=12),), (Run(start=0, stop=12),))),
+    "whole on both": Cut(width=12, runs=((CutRun(start=0, stop=12),), (CutRun(start=0, stop=12),))),
 }
 VIEWS = {
     "as it is": lambda whole: [whole],

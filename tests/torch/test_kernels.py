@@ -17,7 +17,7 @@ from coserve.kernels.cpu import products
 from coserve.kernels.cpu.adapters import MANY_ROWS
 from coserve.kernels.cpu.compiled import compiled_kernels
 from coserve.kernels.dropout import dropout_ids_of_part, dropout_mask, dropout_row_ids
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank, LowRankAdapter
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRankAdapter, LowRankFactors
 from coserve.kernels.plain import PlainBackend
 from coserve.kernels.weights import DenseWeight, Int8Weight, join
 
@@ -266,8 +266,8 @@ def test_gradients_of_each_row_s_own_factor(backend, dtype, is_apart):
 def row_adapters(inner: int, outs: tuple[int, ...], dtype: torch.dtype) -> list[LowRankAdapter]:
     """Of several ranks, at all of some places or not, after one place that none of them has."""
 
-    def factors(rank: int, out: int) -> LowRank:
-        return LowRank(
+    def factors(rank: int, out: int) -> LowRankFactors:
+        return LowRankFactors(
             a=torch.randn(rank, inner).to(dtype), b=torch.randn(out, rank).to(dtype), scale=0.4
         )
 
@@ -328,7 +328,7 @@ def test_a_row_gets_the_same_of_an_adapter_that_others_have_too(backend, rank):
     torch.manual_seed(0)
     num_rows, x = 4, torch.randn(4, 64).bfloat16()
     a, b = torch.randn(rank, 64).bfloat16(), torch.randn(2000, rank).bfloat16()
-    adapter = LowRankAdapter([LowRank(a=a, b=b, scale=0.7)])
+    adapter = LowRankAdapter([LowRankFactors(a=a, b=b, scale=0.7)])
 
     def added(given: torch.Tensor, groups: list[list[int]]) -> torch.Tensor:
         y = given.clone()

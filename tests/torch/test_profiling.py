@@ -21,7 +21,7 @@ from coserve.devices.profiles.stopwatch import Stopwatch, Timing, finish, rising
 from coserve.devices.profiles.store import correct_profile, read_profile, write_profile
 from coserve.engine.engine import Engine
 from coserve.kernels.cpu import CpuBackend
-from coserve.kernels.trace import MOST_PROMPT_PAIRS
+from coserve.kernels.trace import MAX_PROMPT_PAIRS
 from coserve.models import load_backbone
 from coserve.scheduling.latency import ForwardLoad, LatencyModel
 from coserve.scheduling.slo import default_tpot_s
@@ -147,7 +147,7 @@ def test_a_machine_that_becomes_busy_while_it_is_measured_is_measured_again():
 def test_which_steps_run_as_one_call_is_told():
     traced = profiling.measure_profile(load_backbone("tiny", weights="int8"), time_s=BusyClock())
     plain = profiling.measure_profile(make_backbone("opt"), time_s=BusyClock())
-    assert traced.one_call.rows > 1 and traced.one_call.prompt_pairs >= MOST_PROMPT_PAIRS
+    assert traced.one_call.rows > 1 and traced.one_call.prompt_pairs >= MAX_PROMPT_PAIRS
     assert plain.one_call.rows == 0
 
 

@@ -13,7 +13,7 @@ from coserve.devices.counting import device_info
 from coserve.devices.fingerprint import fingerprint
 from coserve.devices.messages.commands import DeviceInfo
 from coserve.handover.messages import difference, identity_of
-from coserve.kernels.cuts import Cut, Run, even_cut, head_cut
+from coserve.kernels.cuts import Cut, CutRun, even_cut, head_cut
 from coserve.kernels.groups.threads import run_ranks
 from coserve.memory.tensors.page_files import PageFiles
 from coserve.memory.tensors.paged_kv import PagedKv, whole_page_bytes
@@ -28,7 +28,7 @@ HARDWARE = Hardware(name="cpu", flops_per_s=6e11, bytes_per_s=12e9, call_s=1e-5)
 
 
 def on_ranks(whole: Backbone, size: int, run) -> list:
-    """Run a function with each rank's backbone, or with the whole one."""
+    """CutRun a function with each rank's backbone, or with the whole one."""
     return (
         [run(whole)]
         if size == 1
@@ -76,8 +76,8 @@ def test_a_prompt_of_some_ranks_is_decoded_on_others(name, sizes, tmp_path):
 
 def test_each_entry_of_a_cut_is_owned_once():
     runs = (
-        (Run(start=0, stop=2), Run(start=4, stop=6)),
-        (Run(start=1, stop=3), Run(start=6, stop=8)),
+        (CutRun(start=0, stop=2), CutRun(start=4, stop=6)),
+        (CutRun(start=1, stop=3), CutRun(start=6, stop=8)),
     )
     fused = Cut(width=8, runs=runs)
     for cut in (head_cut(2, 3, 4, name="", may_copy=True), fused, even_cut(7, 4, padded=True)):

@@ -316,7 +316,7 @@ def test_a_piece_whose_keys_have_no_room_in_tiles_runs_block_by_block(monkeypatc
     calls, run = [], CpuCalls._run
     monkeypatch.setattr(CpuCalls, "_run", lambda *arguments: (calls.append(1), run(*arguments))[1])
     for most_bytes in (1 << 30, 1 << 10):  # the second has room for none
-        monkeypatch.setattr("coserve.kernels.cpu.attention._MOST_TILE_BYTES", most_bytes)
+        monkeypatch.setattr("coserve.kernels.cpu.attention._MAX_TILE_BYTES", most_bytes)
         steps = Steps(backbone, lengths=(5, 2, 1))
         forward(backbone, [steps.pages.rows([(steps.table(0), 5, random_tokens(12, 3).tolist())])])
         assert len(calls) == 1
@@ -334,7 +334,7 @@ def test_prompts_whose_rows_have_too_many_keys_run_one_by_one(monkeypatch):
 
     monkeypatch.setattr(CpuCalls, "_run", counted)
     for most, expected in ((49, 1), (48, 1)):
-        monkeypatch.setattr("coserve.kernels.cpu.traced_calls.MOST_PROMPT_PAIRS", most)
+        monkeypatch.setattr("coserve.kernels.cpu.traced_calls.MAX_PROMPT_PAIRS", most)
         steps = Steps(backbone, lengths=(5, 2, 1))
         prompts(steps)
         assert num_runs == expected

@@ -11,7 +11,7 @@ from support import make_adapter, random_sequences
 
 from coserve.devices.counting import job_counts
 from coserve.kernels.cpu import CpuBackend, traced_calls
-from coserve.kernels.low_rank import AdapterBatch, KeptRows, LowRank, LowRankAdapter
+from coserve.kernels.low_rank import AdapterBatch, KeptRows, LowRankAdapter, LowRankFactors
 from coserve.memory.tensors.activations import DeviceMemory
 from coserve.models import Backbone, forward
 from coserve.tuning import TrainingPass, make_pack, training_programs
@@ -297,9 +297,9 @@ def test_tiles_give_what_vectors_give():
     low_rank = [
         LowRankAdapter(
             [
-                LowRank(a=draw(rank, 64), b=draw(96, rank), scale=0.3),
+                LowRankFactors(a=draw(rank, 64), b=draw(96, rank), scale=0.3),
                 None,
-                LowRank(a=draw(3, 64), b=draw(32, 3), scale=1.0),
+                LowRankFactors(a=draw(3, 64), b=draw(32, 3), scale=1.0),
             ]
         )
         for rank in (8, 64, 80)  # the last is of a rank that tiles are not for

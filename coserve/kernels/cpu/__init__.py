@@ -1,6 +1,6 @@
-"""The backend for CPUs: compiled kernels (C++) for what PyTorch runs in many passes or rearranges
-first, PyTorch's own products for the rest, and the plain way for what neither is for (other dtypes
-and layouts, unusual attention).
+"""The backend for CPUs: compiled kernels (C++) where PyTorch would take many passes or rearrange
+tensors first, PyTorch's own products for the rest, and the plain backend for everything else (other
+dtypes and layouts, unusual attention).
 
 It is available where the kernels' library is prebuilt or g++ compiles it
 (`coserve.kernels.cpu_library`); elsewhere `plain/` runs, and `why_unavailable` says why.
@@ -28,7 +28,7 @@ from coserve.kernels.trace import Trace, TracedCalls
 
 
 class CpuBackend(PlainBackend):
-    """See `Backend` for what each method does."""
+    """The backend for CPUs."""
 
     priority = 10
     traces_windows = True
@@ -219,7 +219,7 @@ class CpuBackend(PlainBackend):
     def _head_gradient(
         self, logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, weight: Tensor
     ) -> Tensor | None:
-        """The kernel of `linear_cross_entropy`."""
+        """Run the kernel of `linear_cross_entropy`; None where it is not for these tensors."""
         if not rows.fit_head_by_columns(self._kernels, logits, weight):
             return None
         return rows.cross_entropy_input_gradient(

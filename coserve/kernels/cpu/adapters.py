@@ -1,6 +1,4 @@
-"""What adapters add to their rows, by the kernel of `adapters.cpp`: float32 or bfloat16, no gaps
-within a row.
-"""
+"""Adapters of rows by the kernel of `adapters.cpp`: float32 or bfloat16, no gaps within a row."""
 
 from collections.abc import Sequence
 from ctypes import c_int64
@@ -18,19 +16,19 @@ MANY_ROWS, _MANY_ROWS_BY_PAIRS = 16, 128
 
 
 def many_rows(kernels: Library) -> int:
-    """From how many rows of an adapter on they go through tiles."""
+    """Return the minimum number of an adapter's rows that are multiplied in tiles."""
     return MANY_ROWS if kernels.has_amx else _MANY_ROWS_BY_PAIRS
 
 
 def fit(x: Tensor, outputs: Sequence[Tensor], batch: AdapterBatch) -> bool:
-    """Whether the kernel can work on these."""
+    """Return whether the kernel can work on these."""
     return batch.dtype == x.dtype and rows.fit(x, *outputs)
 
 
 def add_adapters(
     kernels: Library, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
 ) -> None:
-    """See `Backend.add_adapters`."""
+    """Implement `Backend.add_adapters`."""
     sites = [number for y in outputs for number in (y.data_ptr(), y.stride(0), y.shape[1])]
     num_adapters, num_places, _ = batch.addresses.shape
     assert first_place + len(outputs) <= num_places

@@ -30,7 +30,7 @@ _MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
 _MIN_ROWS_BY_TILES = 16
 # Bytes that a thread holds for each element of a head's keys, and the most that all threads may
 # hold.
-_TILE_BYTES, _MOST_TILE_BYTES = 22, 1 << 30
+_TILE_BYTES, _MAX_TILE_BYTES = 22, 1 << 30
 # Elements of a tile's scores that a CPU core's cache holds.
 _CACHED_TILE_ELEMENTS = 1 << 18
 # Rows and keys of a segment: (first row, number of rows, first key, number of keys).
@@ -42,23 +42,23 @@ class CpuPart(Part):
 
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of single rows: all pages one after another, where each row's begin there, and the
-        numbers of keys; int64.
+        """Return the pages of single rows one after another, the place where each row's begin
+        there, and the numbers of keys; int64.
         """
         return self.segments.pages, self.segments.first_page, self.segments.num_keys
 
     @property
     def pages(self) -> Tensor:
-        """The pages of all segments one after another, int64."""
+        """Return the pages of all segments one after another, int64."""
         return self.segments.pages
 
     @cached_property
     def begins_in_page(self) -> bool:
-        """Whether every segment's keys begin with a page."""
+        """Return whether every segment's keys begin with a page."""
         return self.segments.first_key is None or not self.segments.first_key.any()
 
     def runs(self, *, gathered: bool) -> list[_Run]:
-        """The segments, as they lie among keys that were gathered (`pages` one after another) or
+        """Return the segments as rows and keys, which were gathered (`pages` one after another) or
         stand in one page.
         """
         table = self.segments
@@ -75,20 +75,22 @@ class CpuPart(Part):
 
 
 class CpuAttentionBatch(PlainAttentionBatch):
-    """See `PlainAttentionBatch`."""
+    """A batch of segments with the tables that the kernels read."""
 
     part_type = CpuPart
 
     @cached_property
     def single(self) -> CpuPart | None:
-        """All of it, if every segment has one row, and its keys begin with a page."""
+        """Return the whole batch as one part, if every segment has one row, and its keys begin with
+        a page.
+        """
         part = self._parts[0][0]
         assert isinstance(part, CpuPart)
         return part if len(self._parts) == 1 and part.is_single and part.begins_in_page else None
 
 
 class CpuAttention:
-    """Both passes, for the parts of a batch."""
+    """Both passes of attention, for the parts of a batch."""
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
@@ -99,7 +101,7 @@ class CpuAttention:
     def forward(
         self, q: Tensor, keys: Tensor, values: Tensor, part: CpuPart, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor] | None:
-        """See `Backend.attention`; None where the plain way is the one."""
+        """Implement `Backend.attention`; return None where the plain backend is to run."""
         if not spec.is_basic:
             return None
         if part.is_single:
@@ -137,7 +139,7 @@ class CpuAttention:
         key_grads: Tensor,
         value_grads: Tensor,
     ) -> Tensor:
-        """See `Backend.attention_gradient`."""
+        """Implement `Backend.attention_gradient`."""
         assert isinstance(part, CpuPart)
         runs = part.runs(gathered=False)
         k, v, dk, dv = (_by_head(x, q.shape[2]) for x in (keys, values, key_grads, value_grads))
@@ -156,7 +158,9 @@ class CpuAttention:
     def _forward_paged(
         self, q: Tensor, keys: Tensor, values: Tensor, part: CpuPart, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows that each are the last of a sequence; a row's result is the same in any company."""
+        """Attend with rows that are each the last of a sequence. A row's result is the same in any
+        company.
+        """
         (n, num_heads, width), (_, block_tokens, row_width) = q.shape, keys.shape
         page_step, *within = keys.stride()
         kernel = self._paged.get(q.dtype)
@@ -238,8 +242,8 @@ class CpuAttention:
         return q_grad
 
     def _fit_tiles(self, q: Tensor, runs: list[_Run]) -> bool:
-        """Whether the kernels are for such queries, and each thread has room for a head's keys and
-        their gradients.
+        """Return whether the kernels are for such queries, and each thread has room for a head's
+        keys and their gradients.
         """
         if not self._kernels.has_tiles or q.dtype != torch.bfloat16 or q.shape[2] % 32:
             return False
@@ -247,22 +251,21 @@ class CpuAttention:
 
 
 def paged_kernels(kernels: Library) -> dict[torch.dtype, str]:
-    """The kernels for rows that are each the last of a sequence, by name."""
+    """Return the names of the kernels for rows that are each the last of a sequence, by dtype."""
     bfloat16 = "paged_attention_by_tiles" if kernels.has_amx else "paged_attention_bfloat16"
     return {torch.bfloat16: bfloat16, torch.float32: "paged_attention_float32"}
 
 
 def has_room_for_tiles(num_keys: int, width: int) -> bool:
-    """Whether each thread has room for as many keys of a head, and their gradients, in tiles."""
-    return num_keys * width * _TILE_BYTES * torch.get_num_threads() <= _MOST_TILE_BYTES
+    """Return whether each thread has room for as many keys of a head, and their gradients, in
+    tiles.
+    """
+    return num_keys * width * _TILE_BYTES * torch.get_num_threads() <= _MAX_TILE_BYTES
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """One run by PyTorch's tiled kernel: q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D], float32
-    [n, Hq].
-
-    Its causal flag means "query i sees keys j <= i", which is right only for n = m; other tiles
-    pass an additive mask.
+    """Attend in one run by PyTorch's tiled kernel: q [n, Hq, D], k and v [m, Hkv, D] -> [n, Hq, D],
+    float32 [n, Hq].
     """
     if is_widened(q):
         out, lse = run_forward(q.float(), k.float(), v.float(), spec)
@@ -363,8 +366,8 @@ def _tile_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple
 
 
 def _tiles(n: int, m: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
-    """Query rows, `size` at a time, and the keys that they see. A tile is a run of its own: its
-    queries are the last of its keys.
+    """Yield query rows, `size` at a time, and the keys that they see. A tile is a run of its own:
+    its queries are the last of its keys.
     """
     if window is not None:  # a tile of more rows than the window would mostly score hidden keys
         size = min(size, max(window, _MIN_TILE_ROWS))
@@ -375,23 +378,23 @@ def _tiles(n: int, m: int, window: int | None, size: int) -> Iterator[tuple[slic
 
 
 def _forward_rows(n: int, m: int, window: int | None) -> int:
-    """How many query rows to do at once."""
+    """Return how many query rows to process at once."""
     needs_no_mask = n == m and (window is None or m <= window)
     return n if needs_no_mask else max(1, _MAX_TILE_ELEMENTS // _span(m, window))
 
 
 def _backward_rows(num_heads: int, m: int, window: int | None) -> int:
-    """The same for the backward pass."""
+    """Return how many query rows to process at once in the backward pass."""
     return max(_MIN_BACKWARD_ROWS, _CACHED_TILE_ELEMENTS // (num_heads * _span(m, window)))
 
 
 def _span(m: int, window: int | None) -> int:
-    """About how many keys a tile sees."""
+    """Return about how many keys a tile sees."""
     return m if window is None else min(m, 2 * window)
 
 
 def _hidden_keys(n: int, m: int, window: int | None) -> Tensor:
-    """Which keys a query must not see: bool [n, m]."""
+    """Return the keys that a query must not see: bool [n, m]."""
     query, key = torch.arange(m - n, m)[:, None], torch.arange(m)[None, :]
     hidden = key > query
     if window is not None:
@@ -400,26 +403,26 @@ def _hidden_keys(n: int, m: int, window: int | None) -> Tensor:
 
 
 def _by_head(store: Tensor, width: int) -> Tensor:
-    """[pages, entries, heads * D] -> [pages * entries, heads, D]."""
+    """Return a store [pages, entries, heads * D] as [pages * entries, heads, D]."""
     return store.reshape(store.shape[0] * store.shape[1], -1, width)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[n, heads, ...] -> a new float32 tensor [heads, n, ...]."""
+    """Return x [n, heads, ...] as a new float32 tensor [heads, n, ...]."""
     made = torch.empty(x.shape[1], x.shape[0], *x.shape[2:], dtype=torch.float32, device=x.device)
     return made.copy_(x.transpose(0, 1))
 
 
 @lru_cache(maxsize=16)
 def _tile_mask(n: int, m: int, window: int | None) -> Tensor:
-    """Which of the keys a tile's queries must not see: bool [n, 1, m]."""
+    """Return the keys that a tile's queries must not see: bool [n, 1, m]."""
     return _hidden_keys(n, m, window)[:, None]
 
 
 @lru_cache(maxsize=16)
 def _additive_mask(n: int, m: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a key and -inf elsewhere, [1, 1, n, m]; the layers of a step, and often
-    its sequences, share it.
+    """Return 0 where a query sees a key and -inf elsewhere, [1, 1, n, m]. The layers of a step, and
+    often its sequences, share it.
     """
     hidden = _hidden_keys(n, m, window)
     return torch.zeros(n, m, dtype=dtype).masked_fill_(hidden, float("-inf"))[None, None]

@@ -1,8 +1,8 @@
 """The C++ kernels as functions, of the library that `coserve.kernels.cpu_library` finds or
 compiles.
 
-`kernels.h` declares every kernel, once: the compiler holds the definitions against it, and the
-arguments that Python may give are read from it when the library is loaded.
+`kernels.h` declares every kernel, once: the compiler compares the definitions with it, and the
+arguments that Python may pass are read from it when the library is loaded.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Tiles(IntEnum):
-    """See `request_tiles` in the header."""
+    """Results of `request_tiles` (see the header)."""
 
     NONE = 0
     BY_PAIRS = 1
@@ -33,14 +33,14 @@ class _Tiles(IntEnum):
 
 
 class Library:
-    """The compiled functions, by name; and what this CPU can do."""
+    """The compiled functions, by name; and the abilities of this CPU."""
 
     def __init__(self, built: BuiltLibrary, openmp: Path) -> None:
-        """Load a library; its calls to OpenMP go to the given one, which is PyTorch's.
+        """Load a library, whose calls to OpenMP go to the given one, which is PyTorch's.
 
         Raises:
-            OSError: it cannot be loaded. RuntimeError: it lacks a kernel that this processor can
-                run.
+            OSError: it cannot be loaded.
+            RuntimeError: it lacks a kernel that this processor can run.
         """
         self.build = built.build
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
@@ -75,8 +75,8 @@ class Library:
 
 
 def signatures() -> dict[str, list[Any]]:
-    """The types of the arguments of every kernel, as its header declares them: addresses, int64 and
-    doubles.
+    """Return the types of the arguments of every kernel, as its header declares them: addresses,
+    int64 and doubles.
     """
     found = _declarations((SOURCES / "kernels.h").read_text())
     return {
@@ -85,8 +85,8 @@ def signatures() -> dict[str, list[Any]]:
 
 
 def kernels_for(instructions: str) -> set[str]:
-    """Those that are compiled for processors with such instructions alone, AMX, pairs or tiles: of
-    groups whose comment in the header says so in brackets.
+    """Return the kernels that are only compiled for processors with such instructions: AMX, pairs
+    or tiles. The comment of their group in the header names these in brackets.
     """
     groups = (SOURCES / "kernels.h").read_text().split("\n\n")
     said = f"({instructions})"
@@ -99,7 +99,7 @@ def kernels_for(instructions: str) -> set[str]:
 
 
 def _declarations(header: str) -> list[tuple[str, str]]:
-    """Names and arguments."""
+    """Return names and arguments of the declared functions."""
     return re.findall(r"^void (\w+)\(([^)]*)\);", re.sub(r"//.*", "", header), re.MULTILINE)
 
 
@@ -114,6 +114,7 @@ class _Loaded:
     """The outcome of loading the kernels."""
 
     library: Library | None
+    """The kernels; None: there are none."""
     why_not: str = ""
     """Why there is no library, as one line; "" where none is expected."""
 
@@ -147,7 +148,7 @@ def why_not_compiled() -> str:
 
 
 def forget_kernels() -> None:
-    """Have the next `compiled_kernels` load them again."""
+    """Make the next `compiled_kernels` load them again."""
     global _loaded
     _loaded = None
 

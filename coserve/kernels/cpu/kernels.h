@@ -1,17 +1,19 @@
-// Every kernel that Python may call. This is the one place where their arguments are stated: the
-// definitions are compiled against it, and `compiled.py` reads it when it loads them. An argument
-// is an address, an i64 or a double. Groups whose comment says (AMX) are compiled for processors
-// that have it; (pairs), for those that have AVX-512's instructions for products of pairs of
-// bfloat16 instead; (tiles), for both. All others must be there. Folders say the same of their
-// files: `amx`, `avx512` (pairs), `tiles`, and `common`, which any processor runs.
+// Declarations of every kernel that Python may call. Their arguments are stated here alone: the
+// definitions are compiled against this header, and `compiled.py` reads it when it loads the
+// library. An argument is an address, an i64 or a double.
+//
+// A group whose comment says (AMX) is compiled for processors that have it; (pairs), for those that
+// have AVX-512's instructions for products of pairs of bfloat16 instead; (tiles), for both. All
+// other groups are compiled for every processor. The folders are the same division: `amx`, `avx512`
+// (pairs), `tiles`, and `common`.
 #pragma once
 
 #include "common/common.h"
 
 extern "C" {
 
-// tiles/tiles.cpp: ask the system for the tile registers of AMX, if there are any; how tiles are
-// multiplied then.
+// tiles/tiles.cpp: asks the system for the tile registers of AMX, if there are any; returns how
+// tiles are multiplied.
 enum { NO_TILES, TILES_BY_PAIRS, TILES_BY_AMX };
 int request_tiles();
 
@@ -176,8 +178,8 @@ void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64
 void kernel_numbers(const char* names, i64* numbers);
 void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds);
 
-// common/collectives.cpp: rank: the state of one (`RankState` in kernels/groups/_arena.py), where
-// the outcome is written
+// common/collectives.cpp: rank is the state of a rank (`ArenaRankState` in kernels/groups/_arena.py), to
+// which the outcome is written
 void rank_sum(i64* rank, const void* x, void* y, i64 num_rows, i64 width, i64 is_bfloat16,
               i64 digest);
 void rank_gather(i64* rank, const void* x, void* out, i64 num_bytes, i64 to, i64 digest);

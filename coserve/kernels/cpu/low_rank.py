@@ -1,10 +1,10 @@
 """Products with factors of low rank, such as a LoRA's (A [rank, width], B [width, rank]), and their
-gradients, by kernels of our own: bfloat16, with float32 sums that are rounded once. In tiles where
-there are some (`low_rank.cpp`), in float32 elsewhere (`vector_low_rank.cpp`). A library's product
-takes several times what reading the wide tensor does.
+gradients, by kernels of our own: bfloat16, with float32 sums that are rounded once.
 
+They work in tiles where the processor has some (`low_rank.cpp`), in float32 elsewhere
+(`vector_low_rank.cpp`). A library's product takes several times as long as reading the wide tensor.
 Rows of many adapters, each with its own factor, are one call (`low_rank_jobs.h`). Each function
-gives None, or False, when it is not for these tensors.
+returns None, or False, when it is not for these tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from coserve.kernels.base import Factor, Grouped, JoinedRows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.tile_products import are_bfloat16
 
-_MOST_RANK = 64
+_MAX_RANK = 64
 # Elements of the wide tensor below which a second thread takes longer to begin than it helps.
 _ONE_THREAD_ELEMENTS = 1 << 13
 
@@ -34,7 +34,7 @@ class LowRankProducts:
         )
 
     def to_low_rank(self, x: Tensor, factor: Factor, *, transposed: bool) -> Tensor | None:
-        """x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
+        """Return x M: x [n, width], M [width, rank], given as its transpose or not -> [n, rank]."""
         matrices = _matrices(factor)
         y = x.new_empty(x.shape[0], matrices[0].shape[0 if transposed else 1])
         fits = are_bfloat16(*matrices)
@@ -45,15 +45,15 @@ class LowRankProducts:
         )
 
     def from_low_rank(self, x: Tensor, factor: Factor, *, transposed: bool) -> Tensor | None:
-        """x M: x [n, rank], M [rank, width], given as its transpose or not -> [n, width]."""
+        """Return x M: x [n, rank], M [rank, width], given as its transpose or not -> [n, width]."""
         y = x.new_empty(x.shape[0], _matrices(factor)[0].shape[0 if transposed else 1])
         return y if self._from(y, x, factor, transposed, adds=False) else None
 
     def add_from_low_rank(
         self, total: Tensor, x: Tensor, factor: Factor, *, transposed: bool
     ) -> bool:
-        """total += x M: total [n, width], x [n, rank], M [rank, width], given as its transpose or
-        not; whether it did.
+        """Add x M to total: total [n, width], x [n, rank], M [rank, width], given as its transpose
+        or not. Return whether it did.
         """
         return self._from(total, x, factor, transposed, adds=True)
 
@@ -71,8 +71,8 @@ class LowRankProducts:
         *,
         transposed: bool,
     ) -> bool:
-        """total += narrow^T wide, or its transpose: narrow [n, rank], wide [n, width], total
-        float32 [rank, width] or [width, rank]; whether it did.
+        """Add narrow^T wide, or its transpose, to total: narrow [n, rank], wide [n, width], total
+        float32 [rank, width] or [width, rank]. Return whether it did.
         """
         fits = all(sums.dtype == torch.float32 for sums in _matrices(total))
         return fits and _run(
@@ -89,13 +89,19 @@ def _run(
     *,
     by_rank: bool,
 ) -> bool:
-    """Call a kernel with a table of what `low_rank_jobs.h` says of each adapter's rows, [n, width]
-    and [n, rank]; False where it is not for these rows or shapes. settings: what the kernel is told
-    beside it. by_rank: factors are [rank, width], not [width, rank].
+    """Call a kernel with a table of each adapter's rows, [n, width] and [n, rank]
+    (`low_rank_jobs.h`).
+
+    Args:
+        settings: arguments of the kernel after the table.
+        by_rank: whether factors are [rank, width]; otherwise [width, rank].
+
+    Returns:
+        Whether it ran: it may not be for these rows or shapes.
     """
     matrices = _matrices(factor)
     rank, width = matrices[0].shape if by_rank else reversed(matrices[0].shape)
-    if not 0 < rank <= _MOST_RANK < width or width % 32:
+    if not 0 < rank <= _MAX_RANK < width or width % 32:
         return False
     for matrix in matrices:
         if matrix.shape != matrices[0].shape or not matrix.is_contiguous() or not matrix.is_cpu:
@@ -126,7 +132,7 @@ def _sizes(x: Tensor | JoinedRows) -> tuple[int, ...]:
 
 
 def _are_rows(x: Tensor | JoinedRows, sizes: Sequence[int], width: int) -> bool:
-    """Whether a kernel can read them as the rows of as many adapters."""
+    """Return whether a kernel can read them as the rows of as many adapters."""
     if isinstance(x, JoinedRows):
         return (
             _sizes(x) == sizes
@@ -137,7 +143,7 @@ def _are_rows(x: Tensor | JoinedRows, sizes: Sequence[int], width: int) -> bool:
 
 
 def _places(x: Tensor | JoinedRows, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each adapter's rows begin, and the step from one to the next."""
+    """Return the address of each adapter's rows, and the step from one row to the next."""
     if isinstance(x, JoinedRows):
         return [(rows.data_ptr(), rows.stride(0)) for rows in x.tensors]
     address, step, found = x.data_ptr(), x.stride(0), []

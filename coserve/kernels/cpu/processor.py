@@ -1,4 +1,4 @@
-"""What this machine's processor does fast."""
+"""Operations that this machine's processor does fast."""
 
 from functools import cache
 
@@ -7,8 +7,8 @@ import torch
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU's instructions for sums of products of bfloat16 are faster than those for
-    float32.
+    """Return whether this CPU's instructions for sums of products of bfloat16 are faster than those
+    for float32.
 
     Intel's of AVX-512 are not: 168 GFLOP/s by PyTorch's bfloat16 and 306 by its float32 on two
     cores of a Xeon (model 207) whose virtual machine hides AMX. AMD's are, twice as fast.

@@ -44,12 +44,12 @@ from coserve.kernels.plain import products as plain
 _TILE_ELEMENTS = 1 << 21
 # Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of
 # more is faster: the one in float32, and the one by pairs.
-_MOST_VECTOR_ROWS_NATIVE, _MOST_PAIR_ROWS = 16, 48
+_MAX_VECTOR_ROWS_NATIVE, _MAX_PAIR_ROWS = 16, 48
 # The same for input gradients by pairs.
-_MOST_PAIR_GRADIENT_ROWS = 64
+_MAX_PAIR_GRADIENT_ROWS = 64
 # The same for float32 rows and weights; from how many outputs and inputs on, which leaves out the
 # factors of a LoRA.
-MOST_FLOAT32_ROWS, _FEWEST_FLOAT32_COLUMNS = 128, 32
+MAX_FLOAT32_ROWS, _MIN_FLOAT32_COLUMNS = 128, 32
 # Up to how many float32 rows of a step without a job's rows read a weight as it lies, and sum along
 # it. A job's rows have the same sums by themselves and in any company.
 FEW_FLOAT32_ROWS = 4
@@ -57,7 +57,7 @@ FEW_FLOAT32_ROWS = 4
 _MIN_WIDE_ROWS = 16
 # Up to how many rows of each of several adapters a product from their rank is made by our own
 # kernel, all in one call.
-_MOST_MADE_ROWS = 128
+_MAX_MADE_ROWS = 128
 # Held while factors are rounded.
 _ROUNDING = Lock()
 # Below how many rows float32 products are faster with the weight as the left factor.
@@ -71,18 +71,18 @@ _MANY_OUTPUTS = 1 << 15
 _MANY_LOSS_ROWS = 32
 # Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and
 # without.
-_MOST_INT8_ROWS_NATIVE, _MOST_INT8_ROWS = 8, 32
+_MAX_INT8_ROWS_NATIVE, _MAX_INT8_ROWS = 8, 32
 
 
 class CpuProducts:
     """The products of a CPU backend: by kernels of our own where they are faster, by PyTorch
     elsewhere.
 
-    Args:
-        may_lie_by_columns: products of many outputs may be left with their columns contiguous
-            instead of their rows.
+    `tiles` has those in tiles, where there are any.
 
-    tiles: those in tiles, where there are any.
+    Args:
+        may_lie_by_columns: whether products of many outputs may be left with their columns
+            contiguous instead of their rows.
     """
 
     def __init__(self, kernels: Library, *, may_lie_by_columns: bool = False) -> None:
@@ -94,7 +94,7 @@ class CpuProducts:
         self._few_rows = getattr(kernels, name)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
+        """Return y = x W^T + b; x [n, in], weight [out, in], bias [out] -> [n, out]."""
         if x.dtype != torch.bfloat16 or not x.shape[0]:
             if _are_few_float32_rows(x, weight, bias):
                 return self._product_of_few_rows(self._kernels.float32_product, x, weight, bias, 0)
@@ -139,8 +139,8 @@ class CpuProducts:
         return y
 
     def input_gradient(self, grad: Tensor, weight: Tensor, onto: Tensor | None = None) -> Tensor:
-        """dx = dy W; grad [n, out], weight [out, in] -> [n, in]. Rounded once, unless it is added
-        by `_added`.
+        """Return dx = dy W; grad [n, out], weight [out, in] -> [n, in]. It is rounded once, unless
+        `_added` adds it.
         """
         if (
             self.tiles is not None
@@ -163,7 +163,7 @@ class CpuProducts:
         return grad @ weight if onto is None else onto.addmm_(grad, weight)
 
     def _fit_pairs(self, grad: Tensor, weight: Tensor, onto: Tensor | None) -> bool:
-        if not self._kernels.has_pairs or not 0 < grad.shape[0] <= _MOST_PAIR_GRADIENT_ROWS:
+        if not self._kernels.has_pairs or not 0 < grad.shape[0] <= _MAX_PAIR_GRADIENT_ROWS:
             return False
         if onto is not None and (onto.dtype != grad.dtype or onto.stride(1) != 1):
             return False
@@ -198,7 +198,7 @@ class CpuProducts:
         return x_grad
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs
+        """Return dW = dy^T x; grad [n, out], x [n, in] -> [out, in], in float32 where that costs
         nothing.
         """
         if is_widened(grad) and grad.shape[0] >= _MIN_WIDE_ROWS:
@@ -210,7 +210,7 @@ class CpuProducts:
     def int8_product(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """See `Backend.int8_product`."""
+        """Implement `Backend.int8_product`."""
         has_native = has_native_bf16(x)
         if (
             self.tiles is not None
@@ -230,7 +230,7 @@ class CpuProducts:
     def int8_input_gradient(
         self, grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None = None
     ) -> Tensor:
-        """See `Backend.int8_input_gradient`."""
+        """Implement `Backend.int8_input_gradient`."""
         if not has_native_bf16(grad):
             return plain.int8_input_gradient(grad, values, scales, onto)
         total = torch.zeros(grad.shape[0], values.shape[1], dtype=torch.float32)
@@ -252,7 +252,7 @@ class CpuProducts:
         return y
 
     def _bfloat16_tiles(self, values: Tensor, scales: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of an int8 weight's rows as bfloat16 weights, each valid until the next."""
+        """Yield runs of an int8 weight's rows as bfloat16 weights, each valid until the next."""
         tiles = _tiles(values)
         made = torch.empty(tiles[0].stop, values.shape[1], dtype=torch.bfloat16)
         for tile in tiles:
@@ -266,8 +266,8 @@ class CpuProducts:
     # -- factors of low rank --------------------------------------------------------------
 
     def low_rank_product(self, x: Tensor, factor: Factor, onto: Tensor | None = None) -> Tensor:
-        """x F^T; F [out, in], one of both the rank. Added to `onto`: rounded once, unless bfloat16
-        is widened.
+        """Return x F^T; F [out, in], where out or in is the rank. Added to `onto` it is rounded
+        once, unless bfloat16 is widened.
         """
         if (found := self._low_rank_rows(x, factor, onto, transposed=True)) is not None:
             return found
@@ -282,7 +282,7 @@ class CpuProducts:
     def low_rank_input_gradient(
         self, grad: Tensor, factor: Factor, onto: Tensor | None = None
     ) -> Tensor:
-        """dx = dy F."""
+        """Return dx = dy F."""
         if (found := self._low_rank_rows(grad, factor, onto, transposed=False)) is not None:
             return found
         if isinstance(factor, Grouped):
@@ -294,14 +294,14 @@ class CpuProducts:
     def _low_rank_rows(
         self, x: Tensor, factor: Factor, onto: Tensor | None, *, transposed: bool
     ) -> Tensor | None:
-        """x F^T (transposed) or x F by the kernels for that, if they are for these tensors."""
+        """Return x F^T (transposed) or x F by our kernels, if they are for these tensors."""
         own = self._low_rank
         if onto is not None:
             return onto if own.add_from_low_rank(onto, x, factor, transposed=transposed) else None
         if (narrow := own.to_low_rank(x, factor, transposed=transposed)) is not None:
             return narrow
         # Of many rows of an adapter PyTorch's product takes two thirds of the time.
-        has_few_rows = isinstance(factor, Grouped) and x.shape[0] <= _MOST_MADE_ROWS * len(
+        has_few_rows = isinstance(factor, Grouped) and x.shape[0] <= _MAX_MADE_ROWS * len(
             factor.tensors
         )
         return own.from_low_rank(x, factor, transposed=transposed) if has_few_rows else None
@@ -331,8 +331,8 @@ def _each(
     width: int,
     onto: Tensor | None,
 ) -> Tensor:
-    """Rows of several adapters with the factor of each, added to `onto` or put side by side. No
-    factor is copied: on a CPU that would take as long as the product.
+    """Multiply rows of several adapters with the factor of each, added to `onto` or put side by
+    side. No factor is copied: on a CPU that would take as long as the product.
     """
     y = x.new_empty(x.shape[0], width) if onto is None else onto
     for own, matrix in zip(factor.rows.slices, factor.tensors, strict=True):
@@ -344,7 +344,7 @@ def _each(
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` in float32 arithmetic, rounded to x's dtype."""
+    """Return the `product` in float32 arithmetic, rounded to x's dtype."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     rows = x.float()
     for tile in _tiles(weight):
@@ -357,7 +357,7 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def wide_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """`input_gradient` in float32 arithmetic, rounded to grad's dtype."""
+    """Return the `input_gradient` in float32 arithmetic, rounded to grad's dtype."""
     tiles = _tiles(weight)
     total = torch.mm(grad[:, tiles[0]].float(), weight[tiles[0]].float())
     for tile in tiles[1:]:
@@ -366,12 +366,12 @@ def wide_input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def wide_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """`weight_gradient` in float32."""
+    """Return the `weight_gradient` in float32."""
     return torch.mm(grad.float().T, x.float())
 
 
 def _tiles(weight: Tensor) -> list[slice]:
-    """Runs of a weight's rows."""
+    """Return runs of a weight's rows."""
     num_rows, size = weight.shape[0], max(1, _TILE_ELEMENTS // weight.shape[1])
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
@@ -381,19 +381,21 @@ def _added(found: Tensor, onto: Tensor | None) -> Tensor:
 
 
 def kernel_for_few_int8_rows(kernels: Library, dtype: torch.dtype) -> tuple[str, int]:
-    """The same of int8 weights, for rows of a dtype."""
+    """Return the name of our own kernel for int8 weights and rows of a dtype, and the maximum
+    number of rows for which it is the fastest.
+    """
     if dtype != torch.bfloat16:
-        return "int8_product_float32", _MOST_INT8_ROWS
+        return "int8_product_float32", _MAX_INT8_ROWS
     if kernel_for_few_rows(kernels)[0] == "pair_product":
-        return "int8_pair_product", _MOST_PAIR_ROWS
+        return "int8_pair_product", _MAX_PAIR_ROWS
     return (
         "int8_product_bfloat16",
-        _MOST_INT8_ROWS_NATIVE if multiplies_bfloat16() else _MOST_INT8_ROWS,
+        _MAX_INT8_ROWS_NATIVE if multiplies_bfloat16() else _MAX_INT8_ROWS,
     )
 
 
 def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether our kernel is for such rows: float32 or bfloat16, without gaps within a row."""
+    """Return whether our kernel is for such rows: float32 or bfloat16, no gaps within a row."""
     if x.dtype not in (torch.float32, torch.bfloat16) or x.stride(1) != 1:
         return False
     return bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
@@ -401,12 +403,12 @@ def _is_for_int8(x: Tensor, bias: Tensor | None) -> bool:
 
 @contextmanager
 def rounded_factors() -> Iterator[None]:
-    """Products of float32 tensors within round both factors to bfloat16, and nothing else: sums and
-    results stay float32. Of factors that were bfloat16 before, they are exact. For CPUs with
+    """Round both factors of float32 products within to bfloat16, and nothing else: sums and results
+    stay float32. Products of factors that were bfloat16 before are exact. For CPUs with
     instructions for that.
 
-    The setting is the process's: no other thread may be within at the same time, and what float32
-    products others do meanwhile are rounded, too.
+    The setting is the process's: no other thread may be within at the same time, and float32
+    products of other threads meanwhile are rounded, too.
     """
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _ROUNDING:
@@ -419,20 +421,22 @@ def rounded_factors() -> Iterator[None]:
 
 
 def kernel_for_few_rows(kernels: Library) -> tuple[str, int]:
-    """The name of our own kernel for products of bfloat16 without tiles, and up to how many rows it
-    is the fastest; any number where float32 is faster.
+    """Return the name of our own kernel for products of bfloat16 without tiles, and the maximum
+    number of rows for which it is the fastest; any number where float32 is faster.
     """
     if not multiplies_bfloat16():
         return "vector_product", sys.maxsize
     return (
-        ("pair_product", _MOST_PAIR_ROWS)
+        ("pair_product", _MAX_PAIR_ROWS)
         if kernels.has_pairs
-        else ("vector_product", _MOST_VECTOR_ROWS_NATIVE)
+        else ("vector_product", _MAX_VECTOR_ROWS_NATIVE)
     )
 
 
 def fit_vectors(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether that kernel is for a weight [out, in] and a bias: of this dtype, lying by rows."""
+    """Return whether our kernels without tiles are for a weight [out, in] and a bias: of this
+    dtype, lying by rows.
+    """
     for tensor in (weight, bias):
         if tensor is not None and not (
             tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
@@ -442,21 +446,21 @@ def fit_vectors(weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.
 
 
 def _are_few_float32_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    if x.dtype != torch.float32 or not 0 < x.shape[0] <= MOST_FLOAT32_ROWS:
+    if x.dtype != torch.float32 or not 0 < x.shape[0] <= MAX_FLOAT32_ROWS:
         return False
     return x.stride(1) == 1 and fit_float32(weight, bias)
 
 
 def fit_float32(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether our kernel for float32 is for a weight [out, in] and a bias."""
-    return min(weight.shape) >= _FEWEST_FLOAT32_COLUMNS and fit_vectors(weight, bias, torch.float32)
+    """Return whether our kernel for float32 is for a weight [out, in] and a bias."""
+    return min(weight.shape) >= _MIN_FLOAT32_COLUMNS and fit_vectors(weight, bias, torch.float32)
 
 
 def has_native_bf16(x: Tensor) -> bool:
-    """Whether it is bfloat16 on a CPU that multiplies it faster than float32."""
+    """Return whether rows are bfloat16 on a CPU that multiplies it faster than float32."""
     return x.dtype == torch.bfloat16 and x.is_cpu and multiplies_bfloat16()
 
 
 def is_widened(x: Tensor) -> bool:
-    """Whether it is bfloat16 on a CPU that multiplies float32 faster."""
+    """Return whether rows are bfloat16 on a CPU that multiplies float32 faster."""
     return x.dtype == torch.bfloat16 and x.is_cpu and not multiplies_bfloat16()

@@ -1,5 +1,5 @@
-"""Pieces that work row by row, by the kernels of `rows.cpp` and `draw.cpp`: float32 or bfloat16, no
-gaps within a row, however far apart rows lie. Each function gives the same as its plain twin, to
+"""Operations row by row, by the kernels of `rows.cpp` and `draw.cpp`: float32 or bfloat16, no gaps
+within a row, however far apart rows lie. Each function gives the same as its plain twin, to
 rounding.
 """
 
@@ -15,7 +15,7 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
 def fit(first: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels can work on these matrices (and vectors), all of one dtype."""
+    """Return whether the kernels can work on these matrices (and vectors), all of one dtype."""
     dtype = first.dtype
     if dtype not in _DTYPES or not first.is_cpu or first.stride(-1) != 1:
         return False
@@ -27,7 +27,7 @@ def fit(first: Tensor, *others: Tensor) -> bool:
 
 
 def rms_norm(kernels: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.rms_norm`."""
+    """Implement `Backend.rms_norm`."""
     n, width = x.shape
     assert width % weight.shape[0] == 0
     y = torch.empty(n, width, dtype=x.dtype)
@@ -50,7 +50,7 @@ def rms_norm(kernels: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_gradient(
     kernels: Library, grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Backend.rms_norm_gradient`."""
+    """Implement `Backend.rms_norm_gradient`."""
     n, width = x.shape
     assert grad.shape == x.shape and width % weight.shape[0] == 0
     x_grad = torch.empty(n, width, dtype=x.dtype)
@@ -64,7 +64,7 @@ def rms_norm_gradient(
 
 
 def dropped(kernels: Library, x: Tensor, row_ids: Tensor, *, p: float, salt: int) -> Tensor:
-    """See `Backend.dropped`."""
+    """Implement `Backend.dropped`."""
     n, width = x.shape
     assert row_ids.shape == (n,) and row_ids.dtype == torch.int64 and row_ids.is_contiguous()
     y = torch.empty(n, width, dtype=x.dtype)
@@ -76,7 +76,7 @@ def dropped(kernels: Library, x: Tensor, row_ids: Tensor, *, p: float, salt: int
 
 
 def silu_mul(kernels: Library, gate: Tensor, up: Tensor) -> Tensor:
-    """See `Backend.silu_mul`."""
+    """Implement `Backend.silu_mul`."""
     n, width = gate.shape
     assert up.shape == gate.shape
     y = torch.empty(n, width, dtype=gate.dtype)
@@ -90,7 +90,7 @@ def silu_mul(kernels: Library, gate: Tensor, up: Tensor) -> Tensor:
 def silu_mul_gradients(
     kernels: Library, grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool
 ) -> SiluMulGradients:
-    """See `Backend.silu_mul_gradients`."""
+    """Implement `Backend.silu_mul_gradients`."""
     n, width = gate.shape
     assert grad.shape == up.shape == gate.shape
     gate_grad, up_grad = (torch.empty(n, width, dtype=gate.dtype) for _ in range(2))
@@ -111,7 +111,7 @@ def silu_mul_gradients(
 
 
 def rope(kernels: Library, x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool) -> Tensor:
-    """See `Backend.rope`; reverse: `Backend.rope_gradient`."""
+    """Implement `Backend.rope`, or `Backend.rope_gradient` in reverse."""
     n, width = x.shape
     assert cos.shape == sin.shape == (n, cos.shape[1]) and width % cos.shape[1] == 0
     y = torch.empty(n, width, dtype=x.dtype)
@@ -131,7 +131,7 @@ def rope(kernels: Library, x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool
 
 
 def fit_by_columns(kernels: Library, logits: Tensor) -> bool:
-    """Whether logits lie column after column, and there are kernels of the loss for that
+    """Return whether logits lie column after column, and there are kernels of the loss for that
     (`logit_columns.cpp`).
     """
     return (
@@ -143,7 +143,9 @@ def fit_by_columns(kernels: Library, logits: Tensor) -> bool:
 
 
 def fit_head_by_columns(kernels: Library, logits: Tensor, weight: Tensor) -> bool:
-    """Whether they do, and a head's weight is one that the kernel cuts into whole tiles."""
+    """Return whether logits lie column after column, and a head's weight is one that the kernel
+    cuts into whole tiles.
+    """
     if logits.stride(1) == 1 or not fit_by_columns(kernels, logits) or weight.dtype != logits.dtype:
         return False
     return weight.is_contiguous() and weight.shape[1] % 32 == 0
@@ -152,7 +154,11 @@ def fit_head_by_columns(kernels: Library, logits: Tensor, weight: Tensor) -> boo
 def cross_entropy(
     kernels: Library, logits: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Backend.cross_entropy`; IndexError for a target that is not in the vocabulary."""
+    """Implement `Backend.cross_entropy`.
+
+    Raises:
+        IndexError: a target is not in the vocabulary.
+    """
     targets = _checked(targets, logits)
     loss, log_sum = (torch.empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
     correct = torch.empty(logits.shape[0], dtype=torch.bool)
@@ -195,8 +201,10 @@ def cross_entropy_gradient(
     *,
     overwrites: bool,
 ) -> Tensor:
-    """See `Backend.cross_entropy_gradient`; IndexError for a target that is not in the
-    vocabulary.
+    """Implement `Backend.cross_entropy_gradient`.
+
+    Raises:
+        IndexError: a target is not in the vocabulary.
     """
     targets, log_sum, loss_grad = (
         _checked(targets, logits),
@@ -241,8 +249,10 @@ def cross_entropy_input_gradient(
     loss_grad: Tensor,
     weight: Tensor,
 ) -> Tensor:
-    """The kernel of `linear_cross_entropy`; IndexError for a target that is not in the
-    vocabulary.
+    """Run the kernel of `linear_cross_entropy`.
+
+    Raises:
+        IndexError: a target is not in the vocabulary.
     """
     (n, vocabulary), width = logits.shape, weight.shape[1]
     assert weight.shape[0] == vocabulary
@@ -266,7 +276,7 @@ def cross_entropy_input_gradient(
 
 
 def argmax(kernels: Library, logits: Tensor) -> Tensor:
-    """See `Backend.argmax`: PyTorch's is slower than reading the logits by far."""
+    """Implement `Backend.argmax`; PyTorch's takes far longer than reading the logits."""
     n, vocabulary = logits.shape
     places = torch.empty(n, dtype=torch.int64)
     kernels.argmax(
@@ -283,8 +293,8 @@ def draw(
     top_k: Sequence[int],
     top_p: Sequence[float],
 ) -> Tensor:
-    """See `Backend.draw`: one pass for the weights, some of ever fewer for what is kept, and one
-    for the place.
+    """Implement `Backend.draw`: one pass for the weights, several over ever fewer for the kept
+    places, and one for the place.
     """
     n, vocabulary = scores.shape
     places, numbers = (
@@ -306,8 +316,10 @@ def draw(
 
 
 def _checked(targets: Tensor, logits: Tensor) -> Tensor:
-    """Targets whose logits a kernel may touch, contiguous. IndexError for one that is not in the
-    vocabulary.
+    """Return targets whose logits a kernel may touch, contiguous.
+
+    Raises:
+        IndexError: a target is not in the vocabulary.
     """
     assert targets.dtype == torch.int64 and targets.shape == logits.shape[:1]
     if targets.shape[0]:

@@ -1,9 +1,9 @@
-"""What operators are given while they are traced: stand-ins for rows and numbers of a step, and the
+"""Stand-ins that operators get while they are traced, for rows and numbers of a step; and the
 step's memory.
 
 Rows that a step computes lie in memory of its own, in which each tensor has its place: a number of
-bytes for each row of the step, taken again by others once nobody reads it. A stand-in knows where
-its rows will lie, and refuses all else.
+bytes for each row of the step, reused by others once nothing reads it. A stand-in has the place
+where its rows will lie, and refuses everything else.
 """
 
 from collections.abc import Sequence
@@ -40,24 +40,29 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StepNumber:
-    """A number of the step, by its place among them, plus some more."""
+    """A number of the step, plus a constant."""
 
     place: int
+    """Its place in `STEP_NUMBERS`."""
     more: int
+    """The constant that is added."""
 
 
 def step(name: str, more: int = 0) -> StepNumber:
-    """A number of the step by its name, plus some more."""
+    """Return a number of the step by its name, plus a constant."""
     return StepNumber(STEP_NUMBERS.index(name), more)
 
 
 class MemorySlot:
-    """Where a tensor's rows lie in the step's memory, from when that is first asked for; given back
-    when nobody reads them any more.
+    """The place of a tensor's rows in the step's memory, taken when it is first asked for and given
+    back when nothing reads the rows any more.
+
+    Args:
+        memory: the step's memory.
+        num_bytes: bytes of each row.
     """
 
     def __init__(self, memory: "RowMemory", num_bytes: int) -> None:
-        """num_bytes: for each row."""
         self._memory, self.row_bytes = memory, num_bytes
         self._num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         self._start: int | None = None
@@ -74,7 +79,7 @@ class MemorySlot:
 
 
 class RowMemory:
-    """Which bytes of a step's memory are free, for each row."""
+    """The free bytes of a step's memory, for each row."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -83,7 +88,7 @@ class RowMemory:
         ] = []  # (start, number of bytes), in order, no two neighbours
 
     def take(self, num_bytes: int) -> int:
-        """The start of the first room that is large enough."""
+        """Take the first room that is large enough, and return where it starts."""
         for index, (start, size) in enumerate(self._free):
             if size >= num_bytes:
                 self._free[index : index + 1] = (
@@ -95,7 +100,7 @@ class RowMemory:
         return start
 
     def give_back(self, start: int, num_bytes: int) -> None:
-        """It may be taken again."""
+        """Free bytes that were taken."""
         joined: list[tuple[int, int]] = []
         for first, size in sorted([*self._free, (start, num_bytes)]):
             if joined and sum(joined[-1]) == first:
@@ -110,17 +115,26 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class RowsTrace(Protocol):
-    """What stand-ins for rows ask of their trace."""
+    """The part of a trace that stand-ins for rows use."""
 
     dtype: torch.dtype
+    """The compute dtype."""
 
     def add(self, one: object, other: object) -> "TracedRows":
-        """The sum of rows of equal width."""
+        """Return the sum of rows of equal width."""
 
 
 class TracedRows:
-    """Stands for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an
+    """A stand-in for rows [n, width], or [n, heads, width of a head]: columns of a place, or of an
     input.
+
+    Args:
+        trace: the trace.
+        source: a place, or an input by its number of the step.
+        width: number of columns.
+        step: elements from one row to the next.
+        first: first column.
+        heads: number of heads.
     """
 
     def __init__(
@@ -133,20 +147,17 @@ class TracedRows:
         first: int = 0,
         heads: int = 1,
     ) -> None:
-        """source: an input by its number of the step. step: from one row to the next. first:
-        column.
-        """
         self._trace, self.source = trace, source
         self.width, self.step, self.first, self.heads = width, step, first, heads
 
     @property
     def row_bytes(self) -> int:
-        """Without what lies between one row and the next."""
+        """Return the bytes of a row, without those between it and the next."""
         return self.width * self._trace.dtype.itemsize
 
     @property
     def argument(self) -> Argument:
-        """Its address."""
+        """Return its address as an argument."""
         offset = self.first * self._trace.dtype.itemsize
         if isinstance(self.source, MemorySlot):
             return ROWS, self.source.start, offset
@@ -154,7 +165,7 @@ class TracedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """With -1 for the number of rows."""
+        """Return its shape, with -1 for the number of rows."""
         return (-1, self.width) if self.heads == 1 else (-1, self.heads, self.width // self.heads)
 
     @property

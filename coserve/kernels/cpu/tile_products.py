@@ -16,15 +16,15 @@ from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
 # Up to how many rows our product is the faster one where it is not for many;
 # `experiments/products.py` measures it.
-MOST_ROWS = 192
+MAX_ROWS = 192
 # Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges
 # rows for itself.
-_MOST_WIDE_THREADS = 4
+_MAX_WIDE_THREADS = 4
 # From how many rows on it is the faster one, as there; and up to which rank it adds what a LoRA
 # adds.
-_FEWEST_WIDE_ROWS, _MOST_RANK = 128, 64
+_MIN_WIDE_ROWS, _MAX_RANK = 128, 64
 # From how many rows on input gradients are faster in tiles.
-_FEWEST_GRADIENT_ROWS = 128
+_MIN_GRADIENT_ROWS = 128
 
 
 class TileProducts:
@@ -43,11 +43,13 @@ class TileProducts:
         }
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """x W^T + b: x [n, in], weight [out, in] -> [n, out]; in and out are multiples of 32."""
+        """Return x W^T + b: x [n, in], weight [out, in] -> [n, out]; in and out are multiples of
+        32.
+        """
         (n, inner), outer = x.shape, weight.shape[0]
         if not self._fit(x, weight, bias) or not are_bfloat16(weight):
             return None
-        if n > MOST_ROWS and not has_wide_products(self._kernels):
+        if n > MAX_ROWS and not has_wide_products(self._kernels):
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
         self._kernels.product(
@@ -65,8 +67,8 @@ class TileProducts:
     def product_and_low_rank(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> Tensor | None:
-        """The same of many rows, and to some of its columns what a LoRA adds, within the same sums,
-        by AMX.
+        """Return the product of many rows, to some of whose columns a LoRA is added within the same
+        sums, by AMX.
         """
         if (table := self._wide_table(x, weight, bias, added)) is None:
             return None
@@ -92,7 +94,7 @@ class TileProducts:
         added: Sequence[LowRankRows],
         keep: Sequence[Tensor],
     ) -> Tensor | None:
-        """`gated_linear` of many rows whose factors are both kept, by AMX."""
+        """Return the `gated_linear` of many rows whose factors are both kept, by AMX."""
         if (
             len(keep) != 2
             or weight.shape[0] % 64
@@ -120,11 +122,11 @@ class TileProducts:
     def _wide_table(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Sequence[LowRankRows]
     ) -> "Array[c_int64] | None":
-        """What is added, as kernels for many rows are told of it; None if they are not for
-        these.
+        """Return the low-rank products that are added, as a table for kernels of many rows; None if
+        these kernels are not for the tensors.
         """
         n, outer = x.shape[0], weight.shape[0]
-        if n < _FEWEST_WIDE_ROWS or not has_wide_products(self._kernels):
+        if n < _MIN_WIDE_ROWS or not has_wide_products(self._kernels):
             return None
         if (
             not self._fit(x, weight, bias)
@@ -146,11 +148,14 @@ class TileProducts:
         onto: Tensor | None = None,
         added: LowRankGradient | None = None,
     ) -> Tensor | None:
-        """dy W of many rows and what is added to it, by AMX; added to `onto`, rounded once. in and
-        out are multiples of 32.
+        """Return dy W of many rows plus `added`, by AMX; in and out are multiples of 32.
+
+        Args:
+            onto: rows that the result is added to in place, rounded once.
+            added: gradient of a low-rank product of the same rows.
         """
         (n, outer), inner = grad.shape, weight.shape[1]
-        if n < _FEWEST_GRADIENT_ROWS or not outer or not has_wide_products(self._kernels):
+        if n < _MIN_GRADIENT_ROWS or not outer or not has_wide_products(self._kernels):
             return None
         if (
             weight.shape[0] != outer
@@ -182,19 +187,19 @@ class TileProducts:
     def gradient_beside_low_rank(
         self, grad: Tensor, weight: Tensor, added: LowRankGradient, onto: Tensor | None
     ) -> Tensor | None:
-        """`linear_beside_low_rank` of many rows, by AMX."""
+        """Return the gradient of `linear_beside_low_rank` of many rows, by AMX."""
         return self.input_gradient(grad, weight, onto, added)
 
     def int8_skinny_gemm(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
     ) -> Tensor | None:
-        """(x W^T) s + b by AMX: the same with int8 values [out, in], in a multiple of 64, and
-        float32 scales [out].
+        """Return (x W^T) s + b by AMX, with int8 values [out, in], in a multiple of 64, and float32
+        scales [out].
         """
         (n, inner), outer = x.shape, values.shape[0]
         if (
             not self._kernels.has_amx
-            or n > MOST_ROWS
+            or n > MAX_ROWS
             or not self._fit(x, values, bias)
             or not scales.is_contiguous()
         ):
@@ -214,22 +219,24 @@ class TileProducts:
         return y
 
     def _fit(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether these are rows, a weight [out, in] and a bias of a shape that is cut into whole
-        tiles.
+        """Return whether these are rows, a weight [out, in] and a bias of a shape that is cut into
+        whole tiles.
         """
         n, inner = x.shape
         return n > 0 and weight.shape[1] == inner and fit_weight(weight, bias) and are_bfloat16(x)
 
 
 def has_wide_products(kernels: Library) -> bool:
-    """Whether products of any number of rows are ours, with as many threads as there are now."""
-    return kernels.has_amx and torch.get_num_threads() <= _MOST_WIDE_THREADS
+    """Return whether our products are for any number of rows, with as many threads as now."""
+    return kernels.has_amx and torch.get_num_threads() <= _MAX_WIDE_THREADS
 
 
 def _fit_added(n: int, added: LowRankRows) -> bool:
-    """Whether columns come in whole tiles, and the rank is none that PyTorch's products are for."""
+    """Return whether columns come in whole tiles, and the rank is one for which PyTorch's products
+    are not faster.
+    """
     (columns, rank), narrow = added.b.shape, added.narrow
-    if columns % 32 or added.first % 32 or not 0 < rank <= _MOST_RANK or narrow.shape != (n, rank):
+    if columns % 32 or added.first % 32 or not 0 < rank <= _MAX_RANK or narrow.shape != (n, rank):
         return False
     return added.b.is_contiguous() and are_bfloat16(added.b, narrow)
 
@@ -237,14 +244,14 @@ def _fit_added(n: int, added: LowRankRows) -> bool:
 def _fit_added_gradient(n: int, inner: int, added: LowRankGradient) -> bool:
     narrow, a = added
     rank = a.shape[0]
-    if not 0 < rank <= _MOST_RANK or narrow.shape != (n, rank) or a.shape[1] != inner:
+    if not 0 < rank <= _MAX_RANK or narrow.shape != (n, rank) or a.shape[1] != inner:
         return False
     return a.is_contiguous() and are_bfloat16(a, narrow)
 
 
 def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a weight [out, in] and a bias are of a shape that is cut into whole tiles, and lie
-    so.
+    """Return whether a weight [out, in] and a bias are of a shape that is cut into whole tiles, and
+    are contiguous.
     """
     outer, inner = weight.shape
     if inner * weight.itemsize % 64 or outer % 32 or not weight.is_contiguous():
@@ -253,7 +260,7 @@ def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def are_bfloat16(*tensors: Tensor) -> bool:
-    """Whether all of these are bfloat16 on the CPU, and the elements of a row neighbours."""
+    """Return whether all of these are bfloat16 on the CPU, with contiguous rows."""
     for tensor in tensors:  # a decode step asks a hundred times: a generator takes as long again
         if tensor.dtype != torch.bfloat16 or not tensor.is_cpu or tensor.stride(-1) != 1:
             return False

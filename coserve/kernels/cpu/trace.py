@@ -1,6 +1,6 @@
-"""Tracing on CPUs: calls of kernels are written down as numbers, which `calls.cpp` goes through.
+"""Tracing on CPUs: calls of kernels are recorded as numbers, which `calls.cpp` goes through.
 
-What operators are given meanwhile is in `stand_ins.py`, how the calls are run in `traced_calls.py`.
+`stand_ins.py` has what operators get meanwhile, `traced_calls.py` runs the calls.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from coserve.kernels.cpu.adapters import many_rows
 from coserve.kernels.cpu.attention import paged_kernels
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import (
-    MOST_FLOAT32_ROWS,
+    MAX_FLOAT32_ROWS,
     fit_float32,
     fit_vectors,
     kernel_for_few_int8_rows,
@@ -72,11 +72,13 @@ _WINDOWS = (step("windows"), step("num_windows"))
 
 
 class CpuTrace(Trace[PlainBackend]):
-    """See `Trace`. The kernels are those that `CpuBackend` calls for the same, so results are equal
-    to the last bit. In float32, up to `FEW_FLOAT32_ROWS` rows of requests alone are summed in
-    another order.
+    """A trace on a CPU.
 
-    What it keeps by their addresses (weights, stores) must stay where it is.
+    The kernels are those that `CpuBackend` calls for the same operators, so results are equal to
+    the last bit. In float32, up to `FEW_FLOAT32_ROWS` rows of requests alone are summed in another
+    order.
+
+    Tensors that it records by their addresses (weights, stores) must stay where they are.
     """
 
     def __init__(self, kernels: Library, device: torch.device, dtype: torch.dtype) -> None:
@@ -128,7 +130,9 @@ class CpuTrace(Trace[PlainBackend]):
 
     @property
     def finishes_products(self) -> bool:
-        """Whether there are products that make what follows them before it is written."""
+        """Return whether there are products that compute the operation after them before the result
+        is written.
+        """
         return self.is_bfloat16 and self._numbers["product_onto"] >= 0
 
     def group(self, group: RankGroup) -> RankGroup:
@@ -163,11 +167,13 @@ class CpuTrace(Trace[PlainBackend]):
         self.call("store_rows", x, x.step * size, store, page_step * size, *places, x.width * size)
 
     def kept_as(self, store: Tensor) -> int:
-        """Where in what windows keep stands what a store has of requests."""
+        """Return the place, among the tensors that windows keep, of the one that a store has for
+        requests.
+        """
         return list(self.kept).index(self._kept_names[store.data_ptr()])
 
     def end(self, output: Tensor) -> TracedCalls:
-        """The trace is complete."""
+        """Complete the trace, whose result are these rows."""
         y = self.rows(output)
         if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError
@@ -195,13 +201,13 @@ class CpuTrace(Trace[PlainBackend]):
     # -- what is written down ----------------------------------------------------------
 
     def new(self, width: int, *, heads: int = 1) -> TracedRows:
-        """Room for rows of the compute dtype."""
+        """Return room for rows of the compute dtype."""
         return TracedRows(
             self, self.room(width * self.dtype.itemsize), width=width, step=width, heads=heads
         )
 
     def room(self, num_bytes: int) -> MemorySlot:
-        """Room for as many bytes a row."""
+        """Return room for as many bytes a row."""
         return MemorySlot(self._memory, num_bytes)
 
     def add(self, one: object, other: object) -> TracedRows:
@@ -224,14 +230,14 @@ class CpuTrace(Trace[PlainBackend]):
         return y
 
     def rows(self, value: object) -> TracedRows:
-        """A stand-in for rows of this trace."""
+        """Return a value that is a stand-in for rows of this trace; refuse any other."""
         if not isinstance(value, TracedRows):
             raise UntraceableError
         return value
 
     def call(self, name: str, *arguments: object) -> None:
-        """Write down one call. Arguments are numbers, tensors (real ones and stand-ins), or None
-        for no address.
+        """Record one call. Arguments are numbers, tensors (real ones and stand-ins), or None for no
+        address.
         """
         if self._numbers[name] < 0:
             raise UntraceableError
@@ -259,9 +265,7 @@ class CpuTrace(Trace[PlainBackend]):
 
 
 class _Tracer(PlainBackend):
-    """The backend of a trace: what it does not know is refused, by the stand-ins that it is asked
-    for.
-    """
+    """The backend of a trace. Operations that it does not record are refused by the stand-ins."""
 
     def __init__(self, device: torch.device, trace: CpuTrace) -> None:
         super().__init__(device)
@@ -272,7 +276,7 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         if not self._trace.is_bfloat16:
             return self._product(
-                "float32_product", x, (weight,), bias, step("few_rows"), most_rows=MOST_FLOAT32_ROWS
+                "float32_product", x, (weight,), bias, step("few_rows"), most_rows=MAX_FLOAT32_ROWS
             )
         if self._fit_tiles(weight, bias):
             return self._tile_product("product", x, weight, bias, (), weight.shape[0])
@@ -280,7 +284,7 @@ class _Tracer(PlainBackend):
         return self._product(name, x, (weight,), bias, most_rows=most_rows)
 
     @property
-    def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:  # type: ignore[override]  # of this trace
+    def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:  # type: ignore[override]
         if not self._trace.finishes_products:
             return {}
         return {"linear_onto": self._linear_onto, "gated_linear": self._gated_linear}
@@ -320,7 +324,11 @@ class _Tracer(PlainBackend):
         more: tuple[object, ...],
         width: int,
     ) -> Tensor:
-        """A product in tiles that gives rows of a width; more: what else the kernel reads."""
+        """Record a product in tiles that gives rows of a width.
+
+        Args:
+            more: further arguments of the kernel.
+        """
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight.shape
         self._check(rows, (weight,), bias)
         trace.has_tile_products = True
@@ -342,7 +350,7 @@ class _Tracer(PlainBackend):
                 x,
                 (values, scales),
                 bias,
-                most_rows=tile_products.MOST_ROWS,
+                most_rows=tile_products.MAX_ROWS,
             )
         name, most_rows = kernel_for_few_int8_rows(self._trace.kernels, self._trace.dtype)
         return self._product(name, x, (values, scales), bias, most_rows=most_rows)
@@ -484,7 +492,7 @@ class _Tracer(PlainBackend):
 
 @cache
 def _kernel_numbers(kernels: Library) -> dict[str, int]:
-    """The numbers of kernels in lists of calls; -1 for one that was not compiled."""
+    """Return the numbers of kernels in lists of calls; -1 for one that was not compiled."""
     numbers = array("q", [-1] * len(_KERNELS))
     kernels.kernel_numbers(" ".join(_KERNELS).encode(), numbers.buffer_info()[0])
     return dict(zip(_KERNELS, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""Calls that a trace wrote down, and what it takes to run them on the rows of a step
+"""Calls that a trace recorded, and everything that they need to run on the rows of a step
 (`calls.cpp`).
 """
 
@@ -15,11 +15,11 @@ from coserve.kernels.cpu.attention import CpuAttentionBatch, has_room_for_tiles
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import FEW_FLOAT32_ROWS
 from coserve.kernels.cpu.stand_ins import ALIGNMENT, MemorySlot
-from coserve.kernels.cpu.tile_products import MOST_ROWS, has_wide_products
+from coserve.kernels.cpu.tile_products import MAX_ROWS, has_wide_products
 from coserve.kernels.groups.base import RankGroup
 from coserve.kernels.trace import (
     ANY_PROMPT_PAIRS,
-    MOST_PROMPT_PAIRS,
+    MAX_PROMPT_PAIRS,
     TracedCalls,
     TracedPiece,
     TracedStep,
@@ -36,37 +36,44 @@ _MIN_ROWS_BY_TILES = 10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WrittenCalls:
-    """What a trace wrote down.
-
-    numbers: of all calls. names: of the kernels, call by call. read: tensors that must stay.
-    inputs: by name, in their order. row_bytes: of the memory that a step needs for each row.
-    output: where its rows lie there, `width` elements each. most_rows: that all kernels are for;
-    has_tile_products: whether those of tiles are among them, which are for fewer rows with many
-    threads. has_adapters: whether any are added. has_attention_tiles: whether rows of windows and
-    of prompts attend by tiles, of heads this wide. kept: see `TracedCalls`.
-    """
+    """The record of a trace."""
 
     kernels: Library
+    """The compiled kernels."""
     dtype: torch.dtype
+    """The compute dtype."""
     numbers: "array[int]"
+    """Numbers of all calls: kernels and arguments."""
     names: Sequence[str]
+    """Names of the kernels, call by call."""
     read: Sequence[Tensor]
+    """Tensors whose addresses are among the numbers, which must stay."""
     inputs: Sequence[str]
+    """Names of the inputs, in their order."""
     row_bytes: int
+    """Bytes of memory that a step needs for each row."""
     output: MemorySlot
+    """Place of the output's rows in that memory."""
     width: int
+    """Elements of a row of the output."""
     most_rows: int
+    """Maximum number of rows that all kernels are for."""
     has_tile_products: bool
+    """Whether there are products in tiles, which are for fewer rows with many threads."""
     has_adapters: bool
+    """Whether adapters are added."""
     has_attention_tiles: bool
+    """Whether rows of windows and of prompts attend in tiles."""
     head_width: int
+    """Maximum width of a head."""
     kept: Mapping[Hashable, int]
+    """Bytes of a row of the tensors that windows can keep; see `TracedCalls.kept`."""
     groups: Sequence[RankGroup] = ()
     """Groups of ranks with sums among the calls."""
 
 
 class CpuCalls(TracedCalls):
-    """See `TracedCalls`."""
+    """The recorded calls of a trace on a CPU."""
 
     def __init__(self, written: WrittenCalls) -> None:
         self._written = written
@@ -75,7 +82,7 @@ class CpuCalls(TracedCalls):
     def most_rows(self) -> int:
         written = self._written
         bounded = written.has_tile_products and not has_wide_products(written.kernels)
-        return min(written.most_rows, MOST_ROWS) if bounded else written.most_rows
+        return min(written.most_rows, MAX_ROWS) if bounded else written.most_rows
 
     @property
     def kept(self) -> Mapping[Hashable, int]:
@@ -83,7 +90,7 @@ class CpuCalls(TracedCalls):
 
     @property
     def most_prompt_pairs(self) -> int:
-        return ANY_PROMPT_PAIRS if self._written.has_attention_tiles else MOST_PROMPT_PAIRS
+        return ANY_PROMPT_PAIRS if self._written.has_attention_tiles else MAX_PROMPT_PAIRS
 
     @property
     def rows_apart(self) -> bool:
@@ -117,7 +124,11 @@ class CpuCalls(TracedCalls):
         return result, found
 
     def _run(self, step: TracedStep, nanoseconds: int) -> Tensor:
-        """nanoseconds: where those of each call go, an address or 0."""
+        """Run all calls on a step.
+
+        Args:
+            nanoseconds: address where the time of each call is written; 0: nowhere.
+        """
         written = self._written
         assert isinstance(step.attention, CpuAttentionBatch) and step.attention.single is not None
         num_paged_rows = step.attention.num_rows
@@ -167,16 +178,20 @@ class CpuCalls(TracedCalls):
         return memory[start : start + size].view(written.dtype).view(n, written.width)
 
     def _by_tiles(self, pieces: Sequence[TracedPiece]) -> Sequence[TracedPiece]:
-        """Those whose rows attend in tiles."""
+        """Return the pieces whose rows attend in tiles."""
         has_tiles = self._written.has_attention_tiles
         return [piece for piece in pieces if has_tiles and piece.num_rows >= _MIN_ROWS_BY_TILES]
 
 
 class _Windows:
-    """Windows as kernels are told of them."""
+    """A table of windows for the kernels.
+
+    Args:
+        windows: the windows.
+        first_row: the step's row with which they begin.
+    """
 
     def __init__(self, windows: Sequence[TracedWindow], first_row: int) -> None:
-        """first_row: of the step."""
         self._numbers, self._segments = array("q"), []
         for window in windows:
             row, segments = 0, array("q")
@@ -198,5 +213,5 @@ class _Windows:
 
 
 def _is_short(segments: Sequence[Segment]) -> bool:
-    """Whether rows may attend one by one."""
-    return sum([each.num_rows * each.num_keys for each in segments]) <= MOST_PROMPT_PAIRS
+    """Return whether rows may attend one by one."""
+    return sum([each.num_rows * each.num_keys for each in segments]) <= MAX_PROMPT_PAIRS

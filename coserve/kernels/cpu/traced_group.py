@@ -1,6 +1,4 @@
-"""A group of ranks while a trace is made: its sums are written down, and all else that it can do is
-refused.
-"""
+"""A group of ranks while a trace is made: its sums are recorded, and everything else is refused."""
 
 from typing import Protocol, cast
 
@@ -12,24 +10,24 @@ from coserve.kernels.trace import UntraceableError
 
 
 class CallsTrace(Protocol):
-    """What the group needs of its trace."""
+    """The part of a trace that the group uses."""
 
     @property
     def is_bfloat16(self) -> bool:
-        """Whether rows are bfloat16; they are float32 otherwise."""
+        """Return whether rows are bfloat16; they are float32 otherwise."""
 
     def new(self, width: int, *, heads: int = 1) -> TracedRows:
         """Return room for rows."""
 
     def rows(self, value: object) -> TracedRows:
-        """Return a stand-in for rows of this trace, or refuse what is none."""
+        """Return a value that is a stand-in for rows of this trace; refuse any other."""
 
     def call(self, name: str, *arguments: object) -> None:
-        """Write down one call."""
+        """Record one call."""
 
 
 class TracedGroup(RankGroup):
-    """Stands for a group of several ranks."""
+    """A stand-in for a group of several ranks."""
 
     def __init__(self, trace: CallsTrace, group: RankGroup) -> None:
         super().__init__(rank=group.rank, size=group.size)

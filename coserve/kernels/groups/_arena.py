@@ -1,5 +1,5 @@
-"""The memory that ranks of one machine share: what lies where. `cpu/common/collectives.cpp` has the
-same layout.
+"""The layout of the memory that ranks of one machine share. `cpu/common/collectives.cpp` has the
+same.
 
     page 0              what the arena is, and whether the group has failed or is over
     pages 1 to size     one for each rank, which that rank alone writes
@@ -22,7 +22,7 @@ _TEXT_BYTES = 256
 _BUFFER_BYTES = 4 << 20
 
 
-class Header(ctypes.Structure):
+class ArenaHeader(ctypes.Structure):
     """First page of an arena."""
 
     _fields_ = (
@@ -86,7 +86,7 @@ class RankArena:
         if os.fstat(fd).st_size < PAGE_BYTES:
             raise ValueError(f"file descriptor {fd} is not an arena of ranks")
         self.memory = mmap.mmap(fd, 0)
-        self.header = Header.from_buffer(self.memory)
+        self.header = ArenaHeader.from_buffer(self.memory)
         if self.header.magic != _MAGIC:
             raise ValueError(f"file descriptor {fd} is not an arena of ranks")
         self.size: int = self.header.size
@@ -104,13 +104,15 @@ class RankArena:
         fd = os.memfd_create("coserve-ranks")
         os.ftruncate(fd, PAGE_BYTES * (1 + size) + 2 * size * buffer_bytes)
         with mmap.mmap(fd, PAGE_BYTES) as first:
-            header = Header(magic=_MAGIC, size=size, buffer_bytes=buffer_bytes, parent=os.getpid())
-            first[: ctypes.sizeof(Header)] = bytes(header)
+            header = ArenaHeader(
+                magic=_MAGIC, size=size, buffer_bytes=buffer_bytes, parent=os.getpid()
+            )
+            first[: ctypes.sizeof(ArenaHeader)] = bytes(header)
         return cls(fd)
 
     @property
     def address(self) -> int:
-        """Where this process has mapped the arena."""
+        """Return the address at which this process has mapped the arena."""
         return ctypes.addressof(self.header)
 
     def buffer(self, rank: int, epoch: int) -> memoryview:
@@ -141,7 +143,7 @@ class RankArena:
         os.close(self.fd)
 
 
-class RankState(ctypes.Structure):
+class ArenaRankState(ctypes.Structure):
     """A rank's own state, in its own memory; the compiled collectives read and write it (`Rank`
     there).
     """
@@ -155,7 +157,7 @@ class RankState(ctypes.Structure):
         ("epoch", ctypes.c_int64),
         # Number of resets; failures of earlier generations do not count.
         ("generation", ctypes.c_int64),
-        # An `Outcome`. Unless it is COMPLETE, collectives return at once.
+        # A `CollectiveOutcome`. Unless it is COMPLETE, collectives return at once.
         ("outcome", ctypes.c_int64),
         # Rank that is gone, late or at another collective; `size` for the parent.
         ("detail", ctypes.c_int64),

@@ -10,15 +10,15 @@ from contextlib import suppress
 from enum import IntEnum
 
 from coserve.errors import RankError, RankGoneError
-from coserve.kernels.groups._arena import RankArena, RankState, as_text, fence, from_text
+from coserve.kernels.groups._arena import ArenaRankState, RankArena, as_text, fence, from_text
 
 # Shortly before 32 bits are used up, so that every group passes that point early.
 _FIRST_EPOCH = 2**32 - 100
 _POLL_S = 0.0002
 
 
-class Outcome(IntEnum):
-    """How a collective ended; `collectives.cpp` has the same numbers."""
+class CollectiveOutcome(IntEnum):
+    """An outcome of a collective; `collectives.cpp` has the same numbers."""
 
     COMPLETE = 0
     FAILED = 1
@@ -28,7 +28,7 @@ class Outcome(IntEnum):
 
 
 class ArenaRank:
-    """What both implementations of collectives share. One thread at a time uses it."""
+    """A base of both implementations of collectives. One thread at a time uses it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ArenaRank:
         self.arena, self.rank = arena, rank
         # (process, pidfd) of the ranks and of the parent; a process of 0 is never gone.
         self._processes = (ctypes.c_int64 * 2 * (arena.size + 1))()
-        self.state = RankState(
+        self.state = ArenaRankState(
             arena=arena.address,
             rank=rank,
             size=arena.size,
@@ -80,7 +80,7 @@ class ArenaRank:
 
     @property
     def address(self) -> int:
-        """Where the compiled collectives find the state."""
+        """Return the address of the state for the compiled collectives."""
         return ctypes.addressof(self.state)
 
     def has_failed(self) -> bool:
@@ -91,11 +91,11 @@ class ArenaRank:
         return bool(header.failed >> 16 >= self.state.generation or header.ended)
 
     def fail(self, reason: str) -> None:
-        """See `RankGroup.fail`."""
+        """Implement `RankGroup.fail`."""
         self.arena.fail(self.rank, self.state.generation, reason)
 
     def reset(self) -> None:
-        """See `RankGroup.reset`.
+        """Implement `RankGroup.reset`.
 
         Ranks may be at different epochs when they fail. All of them continue after the latest.
         """
@@ -108,7 +108,7 @@ class ArenaRank:
             self._wait_for_reset(number, other)
         fence()
         state.epoch = max(each.reset_epochs[number & 1] for each in self.arena.pages)
-        state.generation, state.outcome = number, Outcome.COMPLETE
+        state.generation, state.outcome = number, CollectiveOutcome.COMPLETE
 
     def is_gone(self, index: int) -> bool:
         """Return whether the process of a rank, or for `size` the parent, has ended."""
@@ -134,15 +134,15 @@ class ArenaRank:
         to have it.
         """
         state = self.state
-        if state.outcome == Outcome.FAILED:
+        if state.outcome == CollectiveOutcome.FAILED:
             return self._error_of_arena()
-        if state.outcome == Outcome.GONE:
+        if state.outcome == CollectiveOutcome.GONE:
             return self._gone(f"{self._named(state.detail)} has ended")
-        if state.outcome == Outcome.LATE:
+        if state.outcome == CollectiveOutcome.LATE:
             return self._gone(
                 f"{self._named(state.detail)} did not come within {state.timeout_ns / 1e9:g} s"
             )
-        assert state.outcome == Outcome.DIFFERENT
+        assert state.outcome == CollectiveOutcome.DIFFERENT
         labels = [self._label(rank) for rank in (self.rank, state.detail)]
         said = ", ".join(filter(None, labels)) or "COSERVE_RANK_CHECK=1 says which"
         reason = f"ranks {self.rank} and {state.detail} are at different collectives: {said}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.groups._arena import fence
-from coserve.kernels.groups._arena_rank import ArenaRank, Outcome
+from coserve.kernels.groups._arena_rank import ArenaRank, CollectiveOutcome
 from coserve.kernels.groups.base import sum_in_rank_order
 
 # How long the plain twin offers its core to others, and how long it then sleeps at a time.
@@ -22,8 +22,9 @@ _YIELD_S, _SLEEP_S = 0.0005, 0.0001
 
 
 class Collectives(ABC):
-    """What a group of an arena calls. digest: 32 bits of the debug check, equal on all ranks; 0
-    without it.
+    """The collectives that a group of an arena calls.
+
+    Each takes a digest: 32 bits of the debug check, equal on all ranks; 0 without it.
     """
 
     @abstractmethod
@@ -44,7 +45,7 @@ class Collectives(ABC):
 
 
 class CompiledCollectives(Collectives):
-    """Those of `kernels/cpu/common/collectives.cpp`."""
+    """The collectives of `kernels/cpu/common/collectives.cpp`."""
 
     def __init__(self, kernels: Library, rank: ArenaRank) -> None:
         self._kernels, self._rank = kernels, rank
@@ -118,9 +119,9 @@ class PlainCollectives(Collectives):
         return parts if self._meet(word) else []
 
     def _begin(self) -> bool:
-        if self._state.outcome == Outcome.COMPLETE and self._rank.has_failed():
-            self._state.outcome = Outcome.FAILED
-        return bool(self._state.outcome == Outcome.COMPLETE)
+        if self._state.outcome == CollectiveOutcome.COMPLETE and self._rank.has_failed():
+            self._state.outcome = CollectiveOutcome.FAILED
+        return bool(self._state.outcome == CollectiveOutcome.COMPLETE)
 
     def _meet(self, word: int) -> bool:
         """Publish what this rank has written, and wait for all others."""
@@ -135,7 +136,7 @@ class PlainCollectives(Collectives):
         fence()
         for rank, page in enumerate(pages):
             if page.words[slot] != word:
-                state.outcome, state.detail = Outcome.DIFFERENT, rank
+                state.outcome, state.detail = CollectiveOutcome.DIFFERENT, rank
                 return False
         return True
 
@@ -149,7 +150,7 @@ class PlainCollectives(Collectives):
         while not is_there():
             waited_s = time.monotonic() - start_s
             if self._rank.has_failed():
-                state.outcome = Outcome.FAILED
+                state.outcome = CollectiveOutcome.FAILED
                 return False
             if waited_s < _YIELD_S:
                 time.sleep(0)
@@ -157,10 +158,10 @@ class PlainCollectives(Collectives):
             time.sleep(_SLEEP_S)
             for index in (rank, state.size):
                 if self._rank.is_gone(index) and not is_there():
-                    state.outcome, state.detail = Outcome.GONE, index
+                    state.outcome, state.detail = CollectiveOutcome.GONE, index
                     return False
             if waited_s * 1e9 > state.timeout_ns:
-                state.outcome, state.detail = Outcome.LATE, rank
+                state.outcome, state.detail = CollectiveOutcome.LATE, rank
                 return False
         self._arena.pages[self._rank.rank].waited_ns += int(1e9 * (time.monotonic() - start_s))
         return True

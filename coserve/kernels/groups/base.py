@@ -1,5 +1,5 @@
-"""What every group of ranks does: collectives, which all ranks call in the same order with tensors
-of the same shape.
+"""The interface of groups of ranks: collectives, which all ranks call in the same order with
+tensors of the same shape.
 
 A collective never waits forever. When a rank fails, ends or does not come, every other rank raises
 `RankError` in the collective where it is, or in its next one. After that, every rank calls `reset`
@@ -21,7 +21,7 @@ _MAX_BUFFER_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which rank of a group of how many runs something."""
+    """The number of a rank and the size of its group."""
 
     rank: int = 0
     """Number of the rank in its group, from 0 on."""
@@ -178,8 +178,8 @@ class RankGroup(ABC):
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this rank has waited for others in collectives; 0.0 where the transport
-        does not count.
+        """Return the seconds for which this rank has waited for others in collectives; 0.0 where
+        the transport does not count.
         """
         return 0.0
 
@@ -197,7 +197,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def fail(self, reason: str) -> None:
-        """Make every collective of the group, those that wait included, raise `RankError` until all
+        """Make every collective of the group raise `RankError`, those that wait included, until all
         ranks `reset`.
 
         Args:
@@ -208,11 +208,15 @@ class RankGroup(ABC):
     def reset(self) -> None:
         """Wait until all ranks have called this, then clear the failure and what was under way."""
 
-    def limit_waits(self, timeout_s: float) -> None:  # noqa: B027 - most transports keep the limit of their start
-        """Set the longest time that this rank waits for another one from now on."""
+    def limit_waits(self, timeout_s: float) -> None:  # noqa: B027
+        """Set the longest time that this rank waits for another one from now on. By default do
+        nothing: most transports keep the limit of their start.
+        """
 
-    def close(self) -> None:  # noqa: B027 - most transports hold nothing
-        """Release what the group holds; no collective is called afterwards."""
+    def close(self) -> None:  # noqa: B027
+        """Release what the group holds; no collective is called afterwards. By default there is
+        nothing.
+        """
 
     @abstractmethod
     def _sum(self, x: Tensor, y: Tensor, name: str) -> None:
@@ -240,7 +244,7 @@ class SingleRank(RankGroup):
         super().__init__(rank=0, size=1)
 
     def fail(self, reason: str) -> None:
-        """Do nothing: there is nobody to tell."""
+        """Do nothing: there are no other ranks."""
 
     def reset(self) -> None:
         """Do nothing."""

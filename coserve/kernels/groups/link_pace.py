@@ -1,4 +1,4 @@
-"""How long a group's link takes, beside what its ranks compute meanwhile."""
+"""The pace of a group's link, relative to what its ranks compute meanwhile."""
 
 import time
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coserve.kernels.cpu.compiled import Library, compiled_kernels
 from coserve.kernels.groups._arena import RankArena
-from coserve.kernels.groups._arena_rank import ArenaRank, Outcome
+from coserve.kernels.groups._arena_rank import ArenaRank, CollectiveOutcome
 from coserve.kernels.groups._collectives import Collectives, CompiledCollectives, PlainCollectives
 from coserve.kernels.groups.base import RankGroup, describe
 
@@ -80,7 +80,7 @@ class SharedMemoryGroup(RankGroup):
         return self._rank.address, _crc(f"sum {name}") if self._checks else 0
 
     def raise_failure(self) -> None:
-        if self._state.outcome != Outcome.COMPLETE:
+        if self._state.outcome != CollectiveOutcome.COMPLETE:
             raise self._rank.error()
 
     def _sum(self, x: Tensor, y: Tensor, name: str) -> None:

@@ -1,6 +1,4 @@
-"""Ranks as threads of one process: what tests run, since no process has to start and nothing is
-compiled.
-"""
+"""Ranks as threads of one process, for tests: no process has to start and nothing is compiled."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +47,7 @@ class ThreadGroup(RankGroup):
 
 
 class _Meeting:
-    """Where the ranks of a group exchange objects, all ranks' at once."""
+    """A meeting point where the ranks of a group exchange objects, all ranks' at once."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size

@@ -33,7 +33,7 @@ from coserve.kernels.plain.attention import Part, PlainAttentionBatch, backward,
 
 
 class PlainBackend(Backend):
-    """See `Backend` for what each method does."""
+    """The backend of PyTorch operations alone."""
 
     @classmethod
     def is_available(cls, device: torch.device) -> bool:
@@ -145,7 +145,7 @@ class PlainBackend(Backend):
     def _attend(
         self, q: Tensor, keys: Tensor, values: Tensor, part: Part, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Attention of one part of a batch."""
+        """Attend with one part of a batch."""
         return forward(q, keys, values, part, spec)
 
     def _reverse(
@@ -161,7 +161,7 @@ class PlainBackend(Backend):
         key_grads: Tensor,
         value_grads: Tensor,
     ) -> Tensor:
-        """The gradient of one part's queries."""
+        """Return the gradient of one part's queries."""
         return backward(grad, q, out, lse, keys, values, part, spec, key_grads, value_grads)
 
     def gated_delta(

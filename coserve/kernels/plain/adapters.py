@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.base import Backend, Grouped, JoinedRows
-from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRank
+from coserve.kernels.low_rank import AdapterBatch, AdapterRows, LowRankFactors
 from coserve.kernels.transfer import on_device
 
 _BLOCK_ROWS = 8
 
 
 def grouped_product(x: Tensor, factor: Grouped, *, transposed: bool) -> Tensor:
-    """x F^T (transposed) or x F with each row's own F [out, in]."""
+    """Return x F^T (transposed) or x F with each row's own F [out, in]."""
     tables = _tables(factor.rows)
     factors = torch.stack(factor.tensors).index_select(0, tables.adapters)
     blocks = x.index_select(0, tables.rows).view(-1, _BLOCK_ROWS, x.shape[1])
@@ -47,7 +47,7 @@ def add_grouped_gradient(grad: Tensor, x: Tensor | JoinedRows, onto: Grouped) ->
 def add_at_once(
     x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
 ) -> None:
-    """See `Backend.add_adapters`: smaller ranks are filled up with zeros."""
+    """Implement `Backend.add_adapters`, with smaller ranks filled up with zeros."""
     blocks: dict[AdapterBatch, Tensor] = {}
     for place, y in enumerate(outputs, first_place):
         if not batch.mask >> place & 1:
@@ -65,9 +65,9 @@ def add_at_once(
         )
 
 
-def _sums(blocks: Tensor, factors: Sequence[LowRank], rows: AdapterRows) -> Tensor:
-    """scale * B (A x) of blocks [blocks, size, in] with their adapters' factors -> [blocks * size,
-    out].
+def _sums(blocks: Tensor, factors: Sequence[LowRankFactors], rows: AdapterRows) -> Tensor:
+    """Return scale * B (A x) of blocks [blocks, size, in] with their adapters' factors -> [blocks *
+    size, out].
     """
     columns, scales = _columns(
         rows, tuple(each.a.shape[0] for each in factors), tuple(each.scale for each in factors)
@@ -85,9 +85,10 @@ def _sums(blocks: Tensor, factors: Sequence[LowRank], rows: AdapterRows) -> Tens
 def _columns(
     rows: AdapterRows, ranks: tuple[int, ...], scales: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Which of all columns are those of each block's adapter, where they stand adapter by adapter:
-    int64 [blocks, the largest rank], the one after the last where it has no more; and its scale
-    [blocks]. Made once per step for all places of the same ranks.
+    """Return each block's columns among those of all adapters, and its scale [blocks].
+
+    Columns are int64 [blocks, the largest rank], with the one after the last where an adapter has
+    no more. Made once per step for all places of the same ranks.
     """
     most, start, found = max(ranks), 0, []
     for rank in ranks:
@@ -102,7 +103,7 @@ def _columns(
 def add_one_by_one(
     backend: Backend, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
 ) -> None:
-    """The same, adapter by adapter, by the backend's products."""
+    """Implement `Backend.add_adapters` adapter by adapter, by the backend's products."""
     for adapter, own in zip(batch.adapters, batch.sizes.slices, strict=True):
         rows = batch.rows[own]
         for factors, y in zip(
@@ -115,10 +116,14 @@ def add_one_by_one(
 
 
 class _Tables:
-    """Which adapter each block has (int64 [blocks]), which row each place of the blocks (a last row
-    again where there is none; int64 [blocks * size]), and which place each row (int64 [n]). padded:
-    which place each row has where all adapters take as many rows as the one that has the most
-    (int64 [n]).
+    """Tables of blocks of rows.
+
+    - adapters: the adapter of each block, int64 [blocks].
+    - sources: the row at each place of the blocks (a last row again where there is none), int64
+      [blocks * size].
+    - places: the place of each row, int64 [n].
+    - padded: the place of each row where all adapters take as many rows as the one with the most,
+      int64 [n].
     """
 
     def __init__(self, rows: AdapterRows) -> None:
@@ -142,5 +147,5 @@ class _Tables:
 
 @lru_cache(maxsize=16)
 def _tables(rows: AdapterRows) -> _Tables:
-    """Made once for all products of a step."""
+    """Return the tables of some rows, made once for all products of a step."""
     return _Tables(rows)

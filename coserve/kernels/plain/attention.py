@@ -2,7 +2,7 @@
 
 Query rows are cut into blocks, keys into blocks, and a *unit* is a block of queries with a block of
 keys that some of them see. All units have one shape, so they are one batched product, whichever
-segments they belong to; what the units of a query block give is merged as in FlashAttention-2
+segments they belong to. The results of a query block's units are merged as in FlashAttention-2
 (arXiv 2307.08691, section 3.1), and the backward pass rebuilds the probabilities from the
 log-sum-exp (section 3.2). A row's sums depend on its own keys alone.
 
@@ -30,25 +30,25 @@ _LEAST = -1e30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tile:
-    """Some units, with all units of the query blocks first_block to last_block (not included), and
-    U of them in all.
-
-    blocks: which query block each has, int64 [U]. keys: which place of the part's keys, int64 [U,
-    block keys]. distance: how far before the query each key lies, int64 [U, block rows, block
-    keys]. hidden: keys that a query does not see, bool, the same shape.
-    """
+    """Some units (U of them): all those of some neighbouring query blocks."""
 
     first_block: int
+    """The first query block."""
     last_block: int
+    """The query block after the last."""
     blocks: Tensor
+    """Query block of each unit, counted from the first, int64 [U]."""
     keys: Tensor
+    """Key block of each unit, int64 [U]."""
     distance: Tensor
+    """Distance of each key before the query, int64 [U, block rows, block keys]."""
     hidden: Tensor
+    """Keys that a query does not see, bool [U, block rows, block keys]."""
 
 
 class Part:
-    """Segments that run as one, either of single rows or of several rows each; tables are made when
-    asked for.
+    """Segments that run as one, either of single rows or of several rows each. Tables are made when
+    they are first read.
     """
 
     def __init__(self, segments: SegmentTable, block_tokens: int, device: torch.device) -> None:
@@ -58,8 +58,8 @@ class Part:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every place in the blocks of keys: the page, the entry in it, and both as one number;
-        int64 [key blocks, block keys]. After a segment's keys stands its last one again.
+        """Return, for every place in the blocks of keys, the page, the entry in it, and both as one
+        number; int64 [key blocks, block keys]. After a segment's keys its last one is repeated.
         """
         starts = list(accumulate((len(segment.pages) for segment in self.segments), initial=0))
         rows = [
@@ -79,7 +79,7 @@ class Part:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Which row stands at each place of the query blocks (a segment's last again where there is
+        """Return the row at each place of the query blocks (a segment's last again where there is
         none), int64 [query blocks * block rows].
         """
         size, rows, first = self._block_rows, [], 0
@@ -94,7 +94,7 @@ class Part:
 
     @cached_property
     def row_places(self) -> Tensor:
-        """The inverse: at which place of the query blocks each row stands, int64 [n]."""
+        """Return the place of each row in the query blocks, int64 [n]."""
         places: list[int] = []
         size, first = self._block_rows, 0
         for segment in self.segments:
@@ -107,7 +107,9 @@ class Part:
         return 1 if self.is_single else _BLOCK_ROWS
 
     def tiles(self, sliding_window: int | None, num_heads: int) -> list[Tile]:
-        """The units, in tiles; made once for all layers that are alike in this."""
+        """Return the units in tiles, made once for all layers with the same window and number of
+        heads.
+        """
         key = sliding_window, num_heads
         if key not in self._tiles:
             most = max(1, _MAX_TILE_ELEMENTS // (num_heads * self._block_rows * _BLOCK_KEYS))
@@ -117,19 +119,22 @@ class Part:
         return self._tiles[key]
 
     def _units(self, sliding_window: int | None) -> Iterator[list["_Unit"]]:
-        """The units of each query block."""
+        """Yield the units of each query block."""
         size, block, first_key_block = self._block_rows, 0, 0
+        window = -1 if sliding_window is None else sliding_window
         for segment in self.segments:
             before = segment.num_keys - segment.num_rows
             for first in range(0, segment.num_rows, size):
                 last = min(first + size, segment.num_rows) - 1
                 least = 0 if sliding_window is None else max(0, before + first - sliding_window + 1)
-                key_blocks = range(least // _BLOCK_KEYS, (before + last) // _BLOCK_KEYS + 1)
-                yield [
-                    (block, first_key_block + key_block, before + first - key_block * _BLOCK_KEYS, last - first,
-                     segment.num_keys - key_block * _BLOCK_KEYS, -1 if sliding_window is None else sliding_window)
-                    for key_block in key_blocks
-                ]  # fmt: skip
+                units = []
+                for key_block in range(least // _BLOCK_KEYS, (before + last) // _BLOCK_KEYS + 1):
+                    first_key = key_block * _BLOCK_KEYS
+                    offset, num_keys = before + first - first_key, segment.num_keys - first_key
+                    units.append(
+                        (block, first_key_block + key_block, offset, last - first, num_keys, window)
+                    )
+                yield units
                 block += 1
             first_key_block += -(-segment.num_keys // _BLOCK_KEYS)
 
@@ -162,7 +167,7 @@ _Unit = tuple[int, int, int, int, int, int]
 
 
 def _cut(blocks: Iterator[list[_Unit]], most: int) -> Iterator[list[_Unit]]:
-    """Units of whole query blocks, about `most` at a time."""
+    """Yield units of whole query blocks, about `most` at a time."""
     tile: list[_Unit] = []
     for units in blocks:
         if tile and len(tile) + len(units) > most:
@@ -177,6 +182,7 @@ class PlainAttentionBatch(AttentionBatch):
     """Segments in two parts: those of a single row (decoding), and those of several."""
 
     part_type: type[Part] = Part
+    """Class of the parts."""
 
     def __init__(
         self, segments: Sequence[Segment], block_tokens: int, device: torch.device
@@ -203,7 +209,7 @@ class PlainAttentionBatch(AttentionBatch):
         return self._num_rows
 
     def run(self, each: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
-        """`each` on every part and its rows; what it gives for them, in the order of all rows."""
+        """Run `each` on every part and its rows; return the results in the order of all rows."""
         if len(self._parts) == 1:
             return each(self._parts[0][0], *rows)
         wholes: tuple[Tensor, ...] = ()
@@ -224,7 +230,7 @@ def _as_slice(rows: list[int], device: torch.device) -> Tensor | slice:
 def forward(
     q: Tensor, keys: Tensor, values: Tensor, part: Part, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attention`."""
+    """Implement `Backend.attention`."""
     shape = _Shape(q, keys, part)
     queries = shape.by_block(q)
     outs, norms = [], []
@@ -252,7 +258,7 @@ def backward(
     key_grads: Tensor,
     value_grads: Tensor,
 ) -> Tensor:
-    """See `Backend.attention_gradient`."""
+    """Implement `Backend.attention_gradient`."""
     shape = _Shape(q, keys, part)
     delta = (grad.float() * out.float()).sum(-1, keepdim=True)
     queries, out_grads, deltas, norms = (
@@ -275,8 +281,8 @@ def backward(
 
 
 class _Shape:
-    """How rows become blocks: [blocks, Hkv, G * rows of a block, …], the query heads of a key head
-    side by side.
+    """A layout of rows in blocks: [blocks, Hkv, G * rows of a block, …], with the query heads of a
+    key head side by side.
     """
 
     def __init__(self, q: Tensor, keys: Tensor, part: Part) -> None:
@@ -286,18 +292,18 @@ class _Shape:
         self._part, self._block_rows = part, 1 if part.is_single else _BLOCK_ROWS
 
     def by_block(self, x: Tensor) -> Tensor:
-        """[n, Hq, w] -> float32 [blocks, Hkv, G * rows of a block, w]."""
+        """Return x [n, Hq, w] as float32 [blocks, Hkv, G * rows of a block, w]."""
         x = x.index_select(0, self._part.rows).float()
         x = x.view(-1, self._block_rows, self.num_key_heads, self.groups, x.shape[2])
         return x.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """The inverse: [blocks, Hkv, G * rows of a block, w] -> [n, Hq, w]."""
+        """Return x [blocks, Hkv, G * rows of a block, w] as [n, Hq, w]."""
         x = x.view(x.shape[0], self.num_heads, self._block_rows, -1).transpose(1, 2).flatten(0, 1)
         return x.index_select(0, self._part.row_places)
 
     def gather(self, store: Tensor, tile: Tile) -> Tensor:
-        """A store's keys (or values) of each unit, float32 [U, Hkv, block keys, D]."""
+        """Return a store's keys (or values) of each unit, float32 [U, Hkv, block keys, D]."""
         pages, within, _ = self._part.places
         found = store[pages[tile.keys], within[tile.keys]].float()
         # In one piece, since a single unit would be multiplied another way, and rounded otherwise.
@@ -318,8 +324,8 @@ class _Shape:
 def _scores(
     queries: Tensor, keys: Tensor, tile: Tile, spec: AttentionSpec, shape: _Shape
 ) -> tuple[Tensor, Tensor | None]:
-    """Masked scores [U, Hkv, G * rows, block keys]; and what a soft cap made of them by itself,
-    over the cap.
+    """Return masked scores [U, Hkv, G * rows, block keys]; and the values of a soft cap without its
+    factor, which its derivative needs.
     """
     scores, capped = torch.matmul(queries, keys.mT).mul_(spec.scale), None
     if spec.soft_cap is not None:
@@ -336,8 +342,8 @@ def _scores(
 def _merged(
     scores: Tensor, values: Tensor, tile: Tile, spec: AttentionSpec, shape: _Shape
 ) -> tuple[Tensor, Tensor]:
-    """Output [blocks, Hkv, G * rows, D] and log-sum-exp [blocks, Hkv, G * rows] from the scores of
-    their units.
+    """Return the output [blocks, Hkv, G * rows, D] and log-sum-exp [blocks, Hkv, G * rows] from the
+    scores of a tile's units.
     """
     largest = scores.amax(-1).clamp_(min=_LEAST)
     weights = scores.sub_(largest[..., None]).exp_()

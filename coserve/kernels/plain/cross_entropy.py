@@ -15,8 +15,8 @@ _CACHED_ELEMENTS = 1 << 19
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each row, whether no other token is likelier than its target, and the logarithm of
-    the sum of its logits' exponentials.
+    """Return each row's loss, whether no other token is likelier than its target, and the logarithm
+    of the sum of its logits' exponentials.
 
     Args:
         logits: [n, vocabulary].
@@ -41,10 +41,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
 def cross_entropy_gradient(
     logits: Tensor, targets: Tensor, log_sum: Tensor, loss_grad: Tensor, *, overwrites: bool
 ) -> Tensor:
-    """Gradient of the logits [n, vocabulary], rounded to their dtype.
+    """Return the gradient of the logits [n, vocabulary], rounded to their dtype.
 
-    log_sum: from `cross_entropy`. loss_grad: gradient of each row's loss, float32 [n]. overwrites:
-    it lies where the logits did.
+    Args:
+        log_sum: from `cross_entropy`.
+        loss_grad: gradient of each row's loss, float32 [n].
+        overwrites: whether it takes the place of the logits.
     """
     grad = logits if overwrites else torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows, wide in _pieces(logits):
@@ -55,8 +57,8 @@ def cross_entropy_gradient(
 
 
 def _pieces(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows after another, and a float32 copy of their logits in memory that the next ones use
-    again.
+    """Yield some rows after another, and a float32 copy of their logits in memory that the next
+    ones use again.
     """
     num_rows, width = logits.shape
     size = max(1, _CACHED_ELEMENTS // width) if logits.device.type == "cpu" else num_rows

@@ -1,4 +1,4 @@
-"""Drawing a place of each row of scores, among all or among the likeliest: see `Backend.draw`."""
+"""Draws of a place in each row of scores, among all or among the likeliest; see `Backend.draw`."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _DEPTH = 32.0
 def draw(
     scores: Tensor, uniform: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]
 ) -> Tensor:
-    """See `Backend.draw`."""
+    """Implement `Backend.draw`."""
     device = scores.device
     numbers = on_device(torch.tensor(uniform, dtype=torch.float64), device)[:, None]
     cut = [index for index, (k, p) in enumerate(zip(top_k, top_p, strict=True)) if k > 0 or p < 1]
@@ -45,8 +45,8 @@ def _draw_cut(
     fewest whose probabilities sum to top_p; of equal ones, the first in the vocabulary are kept.
 
     All of top_k are among the candidates. Most rows have all of top_p there, too; the others look
-    at all tokens. Which these are is known on the device alone, so that a step with rows of top_k
-    or top_p waits for it once more.
+    at all tokens. Only the device knows which rows these are, so that a step with rows of top_k or
+    top_p waits for it once more.
     """
     ordered, candidates = scores.topk(num_candidates)
     within = (top_k <= 0) | (torch.arange(num_candidates, device=scores.device) < top_k)
@@ -75,8 +75,8 @@ def _draw_cut(
 
 
 def _edge(ordered: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The least score that is kept, and how many equal to it are [n, 1] each; of scores in falling
-    order [n, m], the first is kept in any case.
+    """Return the lowest score that is kept, and how many equal to it are, [n, 1] each. Of scores in
+    falling order [n, m], the first is kept in any case.
     """
     number = kept.sum(-1, keepdim=True).clamp_(min=1)
     least = ordered.gather(1, number - 1)
@@ -84,11 +84,14 @@ def _edge(ordered: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(scores: Tensor, total: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The `_edge` of the fewest likeliest tokens whose probabilities sum to top_p, in whole rows
-    [n, vocabulary]; total [n, 1]: logsumexp of the rows.
+    """Return the `_edge` of the fewest likeliest tokens whose probabilities sum to top_p, in whole
+    rows [n, vocabulary].
 
     Without sorting: probability is summed in bins of similar scores, and only the bin in which it
     reaches top_p is looked at token by token.
+
+    Args:
+        total: logsumexp of the rows [n, 1].
     """
     most = scores.amax(-1, keepdim=True)
     depth = (most - scores.amin(-1, keepdim=True)).clamp_(1e-6, _DEPTH)
@@ -121,8 +124,8 @@ def _draw_above(scores: Tensor, least: Tensor, ties: Tensor, uniform: Tensor) ->
 
 
 def _inverse(scores: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the first place in each row at which the cumulative probability
-    exceeds its number of uniform [n, 1].
+    """Return the first place in each row at which the cumulative probability exceeds its number of
+    uniform [n, 1] (inverse transform sampling).
     """
     cumulative = scores.softmax(-1, dtype=torch.float64).cumsum_(-1)
     target = uniform * cumulative[:, -1:]

@@ -1,6 +1,6 @@
 """Products of groups of rows, each with a matrix of its own: `grouped_mm` of PyTorch, or, for
-shapes that it does not take (rows of less than 16 bytes, or no multiple of that), row by row with
-the matrix of each.
+shapes that it does not take (rows of less than 16 bytes, or not a multiple of that), row by row
+with the matrix of each.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _TILE_ELEMENTS = 1 << 22
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """See `Backend.grouped_product`."""
+    """Implement `Backend.grouped_product`."""
     if _fits(x.itemsize, *weight.shape[1:]):
         return grouped_mm(x, weight.mT, offs=ends)
     y, groups = x.new_empty(x.shape[0], weight.shape[1]), _groups(x.shape[0], ends)
@@ -26,8 +26,10 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def int8_grouped_product(x: Tensor, values: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
-    """See `Backend.int8_grouped_product`. The whole numbers are exact in every compute dtype;
-    scales go onto the sums. Only matrices that rows meet are made wide, a tile of them at a time.
+    """Implement `Backend.int8_grouped_product`.
+
+    The whole numbers are exact in every compute dtype; scales multiply the sums. Only matrices that
+    have rows are converted, a tile of them at a time.
     """
     groups, y = _groups(x.shape[0], ends), x.new_empty(x.shape[0], values.shape[1])
     for rows, some, ends_here in _runs_of_groups(ends, values[0].numel()):
@@ -38,7 +40,7 @@ def int8_grouped_product(x: Tensor, values: Tensor, scales: Tensor, ends: Tensor
 def int8_grouped_input_gradient(
     grad: Tensor, values: Tensor, scales: Tensor, ends: Tensor
 ) -> Tensor:
-    """See `Backend.int8_grouped_input_gradient`. Scales go onto the gradient."""
+    """Implement `Backend.int8_grouped_input_gradient`; scales multiply the gradient."""
     scaled = (grad.float() * scales[_groups(grad.shape[0], ends)]).to(grad.dtype)
     dx = grad.new_empty(grad.shape[0], values.shape[2])
     for rows, some, ends_here in _runs_of_groups(ends, values[0].numel()):
@@ -47,7 +49,7 @@ def int8_grouped_input_gradient(
 
 
 def grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """See `Backend.grouped_weight_gradient`."""
+    """Implement `Backend.grouped_weight_gradient`."""
     if _fits(x.itemsize, grad.shape[1], x.shape[1]):
         return grouped_mm(grad.mT, x, offs=ends).float()
     total = torch.zeros(
@@ -66,13 +68,13 @@ def _fits(itemsize: int, *widths: int) -> bool:
 
 
 def _groups(num_rows: int, ends: Tensor) -> Tensor:
-    """Which group each row is of, int64 [m]."""
+    """Return the group of each row, int64 [m]."""
     return torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
 
 
 def _runs_of_groups(ends: Tensor, num_elements: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Groups that have rows, as many at a time as a tile may hold: their rows, their numbers, and
-    where each one's rows end among those.
+    """Yield groups that have rows, as many at a time as a tile may hold: their rows, their numbers,
+    and the ends of each one's rows among those.
     """
     bounds = [0, *ends.tolist()]
     busy = [group for group in range(len(bounds) - 1) if bounds[group + 1] > bounds[group]]

@@ -4,8 +4,9 @@ its gradient.
 With the convolved queries, keys and values of a head, g = -exp(a_log) softplus(a + dt_bias) and
 beta = sigmoid(b):
 
-    S_t = exp(g_t) S_{t-1} + k_t delta_t^T,  delta_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t),  y_t
-    = S_t^T q_t
+- S_t = exp(g_t) S_{t-1} + k_t delta_t^T
+- delta_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)
+- y_t = S_t^T q_t
 
 The delta of the rows of a chunk solve one triangular system (section 3.3 there). All of it is
 float32.
@@ -29,7 +30,7 @@ from coserve.kernels.gated_delta import (
 def forward(
     rows: GatedDeltaRows, weights: GatedDeltaWeights, state: Tensor, spec: GatedDeltaSpec
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.gated_delta`."""
+    """Implement `Backend.gated_delta`."""
     parts = []
     for start in range(0, rows.x.shape[1], CHUNK_ROWS):
         chunk = _Chunk.of(
@@ -48,38 +49,47 @@ def backward(
     state: Tensor,
     spec: GatedDeltaSpec,
 ) -> GatedDeltaGradients:
-    """See `Backend.gated_delta_gradient`."""
+    """Implement `Backend.gated_delta_gradient`."""
     assert rows.x.shape[1] <= CHUNK_ROWS, "a gradient is asked of one chunk"
     return _Chunk.of(rows, weights, state, spec).gradients(grad, state_grad)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Chunk:
-    """Some rows with all that both directions need.
-
-    extended [B, K - 1 + T, C]: the tail and x. convolved [B, T, C]: before its activation. q, k [B,
-    Hv, T, Dk]: of length 1, q divided by the root of Dk; q_inverse, k_inverse [B, Hv, T, 1]: what
-    they were multiplied with. v [B, Hv, T, Dv]. beta, total [B, Hv, T, 1]: total is the sum of g up
-    to a row. decay [B, Hv, T, T]: from a row to a later one. system [B, Hv, T, T]: what ties a
-    row's delta to earlier ones.
-    """
+    """Some rows with everything that both directions need."""
 
     rows: GatedDeltaRows
+    """The rows."""
     weights: GatedDeltaWeights
+    """Weights of the layer."""
     spec: GatedDeltaSpec
+    """Sizes of the layer."""
     matrix: Tensor
+    """The states' matrices before the rows [B, Hv, Dk, Dv]."""
     extended: Tensor
+    """The tail and x [B, K - 1 + T, C]."""
     convolved: Tensor
+    """Result of the convolution before its activation [B, T, C]."""
     q: Tensor
+    """Queries of length 1, divided by the root of Dk [B, Hv, T, Dk]."""
     k: Tensor
+    """Keys of length 1 [B, Hv, T, Dk]."""
     q_inverse: Tensor
+    """Factors that gave the queries their length [B, Hv, T, 1]."""
     k_inverse: Tensor
+    """Factors that gave the keys their length [B, Hv, T, 1]."""
     v: Tensor
+    """Values [B, Hv, T, Dv]."""
     beta: Tensor
+    """The gates beta [B, Hv, T, 1]."""
     total: Tensor
+    """Sum of g up to a row [B, Hv, T, 1]."""
     decay: Tensor
+    """Decay from a row to a later one [B, Hv, T, T]."""
     system: Tensor
+    """Factors of earlier deltas in a row's delta [B, Hv, T, T]."""
     delta: Tensor
+    """The deltas [B, Hv, T, Dv]."""
 
     @classmethod
     def of(
@@ -129,7 +139,7 @@ class _Chunk:
         )
 
     def output(self) -> Tensor:
-        """y float32 [B, T, Hv * Dv]."""
+        """Return y, float32 [B, T, Hv * Dv]."""
         y = (
             self.total.exp() * (self.q @ self.matrix)
             + (self.q @ self.k.mT * self.decay) @ self.delta
@@ -142,7 +152,7 @@ class _Chunk:
         return torch.cat((tail.flatten(1), matrix.flatten(1)), 1)
 
     def gradients(self, grad: Tensor, state_grad: Tensor) -> GatedDeltaGradients:
-        """From those of y [B, T, Hv * Dv] and of the state after the rows."""
+        """Return all gradients, from those of y [B, T, Hv * Dv] and of the state after the rows."""
         spec, num_rows = self.spec, grad.shape[1]
         dy = _heads(grad.float(), spec.value_dim)
         d_matrix = _matrices(state_grad, spec)
@@ -211,7 +221,7 @@ class _Chunk:
 
     @property
     def _last(self) -> Tensor:
-        """The sum of all g, [B, Hv, 1, 1]."""
+        """Return the sum of all g, [B, Hv, 1, 1]."""
         return self.total[:, :, -1:]
 
     @property
@@ -219,8 +229,8 @@ class _Chunk:
         return self.k * (self._last - self.total).exp()
 
     def _convolution_gradient(self, grad: Tensor, state_grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the tail and x [B, K - 1 + T, C], and of the taps [C, K]. The tail after the rows is
-        made of both, too.
+        """Return the gradients of the tail and x [B, K - 1 + T, C], and of the taps [C, K]. The
+        tail after the rows is taken from both, too.
         """
         num_rows, spec = grad.shape[1], self.spec
         taps, found = self.weights.conv[:, 0].float(), torch.zeros_like(self.extended)
@@ -235,30 +245,30 @@ class _Chunk:
 
 
 def _log_decay(rows: GatedDeltaRows, weights: GatedDeltaWeights) -> Tensor:
-    """g float32 [B, T, Hv]."""
+    """Return g, float32 [B, T, Hv]."""
     return -weights.a_log.float().exp() * softplus(rows.a.float() + weights.dt_bias.float())
 
 
 def _tails(states: Tensor, spec: GatedDeltaSpec) -> Tensor:
-    """[B, state_size] -> [B, K - 1, C]."""
+    """Return the tails of states [B, state_size], [B, K - 1, C]."""
     return states[:, : spec.tail_size].reshape(states.shape[0], -1, spec.num_channels)
 
 
 def _matrices(states: Tensor, spec: GatedDeltaSpec) -> Tensor:
-    """[B, state_size] -> [B, Hv, Dk, Dv]."""
+    """Return the matrices of states [B, state_size], [B, Hv, Dk, Dv]."""
     return states[:, spec.tail_size :].reshape(
         -1, spec.num_value_heads, spec.key_dim, spec.value_dim
     )
 
 
 def _heads(x: Tensor, width: int) -> Tensor:
-    """[B, T, heads * width] -> [B, heads, T, width]."""
+    """Return x [B, T, heads * width] as [B, heads, T, width]."""
     return x.reshape(*x.shape[:2], -1, width).transpose(1, 2)
 
 
 def _split(x: Tensor, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T, C] -> queries, keys [B, Hv, T, Dk], each for the value heads that share it, and values
-    [B, Hv, T, Dv].
+    """Split x [B, T, C] into queries, keys [B, Hv, T, Dk], each for the value heads that share it,
+    and values [B, Hv, T, Dv].
     """
     width, num_shared = (
         spec.num_key_heads * spec.key_dim,
@@ -270,14 +280,14 @@ def _split(x: Tensor, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _joined(dq: Tensor, dk: Tensor, dv: Tensor, spec: GatedDeltaSpec) -> Tensor:
-    """The transpose of `_split`."""
+    """Apply the transpose of `_split`."""
     shape = (dv.shape[0], spec.num_key_heads, -1, dv.shape[2], spec.key_dim)
     parts = (dq.reshape(shape).sum(2), dk.reshape(shape).sum(2), dv)
     return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
 
 
 def _unit_gradient(grad: Tensor, unit: Tensor, inverse: Tensor, squared: int) -> Tensor:
-    """Of what was multiplied with `inverse` to have the length 1 / sqrt(squared)."""
+    """Return the gradient of a vector that `inverse` scaled to the length 1 / sqrt(squared)."""
     return inverse * (grad - squared * unit * (unit * grad).sum(-1, keepdim=True))
 
 

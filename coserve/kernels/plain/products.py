@@ -13,8 +13,8 @@ _TILE_ELEMENTS = 1 << 21
 
 
 def int8_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """See `Backend.int8_product`. The whole numbers are exact in every compute dtype; scales go
-    onto the sums.
+    """Implement `Backend.int8_product`. The whole numbers are exact in every compute dtype; scales
+    multiply the sums.
     """
     y = torch.empty(x.shape[0], values.shape[0], dtype=x.dtype, device=x.device)
     wide = x.float()
@@ -27,7 +27,7 @@ def int8_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None)
 def int8_input_gradient(
     grad: Tensor, values: Tensor, scales: Tensor, onto: Tensor | None
 ) -> Tensor:
-    """See `Backend.int8_input_gradient`. Scales go onto the gradient."""
+    """Implement `Backend.int8_input_gradient`; scales multiply the gradient."""
     total = torch.zeros(grad.shape[0], values.shape[1], dtype=torch.float32, device=grad.device)
     for tile in _tiles(values):
         total.addmm_(grad[:, tile].float() * scales[tile], values[tile].float())
@@ -35,6 +35,6 @@ def int8_input_gradient(
 
 
 def _tiles(values: Tensor) -> Iterator[slice]:
-    """Runs of a weight's rows."""
+    """Yield runs of a weight's rows."""
     num_rows, size = values.shape[0], max(1, _TILE_ELEMENTS // values.shape[1])
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))

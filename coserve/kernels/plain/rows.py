@@ -1,4 +1,4 @@
-"""Pieces that work row by row: norms, gated units, rotary positions.
+"""Operations row by row: norms, gated units, rotary positions.
 
 Statistics and gradients of norms are computed in float32 and rounded to the input's dtype; every
 product and every sum of a rotation is rounded to it, as transformers does.
@@ -11,14 +11,14 @@ from coserve.kernels.base import SiluMulGradients
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.rms_norm`."""
+    """Implement `Backend.rms_norm`."""
     return _scaled(_normalized(x, weight, eps)[0], x, weight)
 
 
 def rms_norm_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Backend.rms_norm_gradient`."""
+    """Implement `Backend.rms_norm_gradient`."""
     normalized, scale = _normalized(x, weight, eps)
     weighted = _grouped(grad, weight) * weight.float()
     mean = (weighted * normalized).mean(-1, keepdim=True)
@@ -27,40 +27,40 @@ def rms_norm_gradient(
 
 
 def rms_norm_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.rms_norm_weight_gradient`."""
+    """Implement `Backend.rms_norm_weight_gradient`."""
     return (_grouped(grad, weight) * _normalized(x, weight, eps)[0]).sum((0, 1))
 
 
 def silu_mul_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False
 ) -> SiluMulGradients:
-    """See `Backend.silu_mul_gradients`."""
+    """Implement `Backend.silu_mul_gradients`."""
     activated = torch.nn.functional.silu(gate)
     gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
     return SiluMulGradients(gate_grad, grad * activated, activated * up if with_y else None)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Backend.rope`."""
+    """Implement `Backend.rope`."""
     x, cos, sin = _by_head(x, cos, sin)
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).flatten(1)
 
 
 def rope_gradient(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Backend.rope_gradient`."""
+    """Implement `Backend.rope_gradient`."""
     grad, cos, sin = _by_head(grad, cos, sin)
     first, second = (grad * sin).chunk(2, -1)
     return (grad * cos + torch.cat((second, -first), -1)).flatten(1)
 
 
 def _grouped(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, width] as float32 [n, width / features, features]."""
+    """Return x [n, width] as float32 [n, width / features, features]."""
     return x.float().view(x.shape[0], -1, weight.shape[0])
 
 
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) and 1 / rms(x), float32."""
+    """Return x / rms(x) and 1 / rms(x), float32."""
     grouped = _grouped(x, weight)
     # As fast as PyTorch gets it on a CPU: one pass, where the mean of the squares takes two.
     mean_square = (

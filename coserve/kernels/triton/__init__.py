@@ -34,9 +34,7 @@ PROMPT_ROWS = (32, 64, 128, 192, 256, 384, 512)
 
 
 class TritonBackend(PlainBackend):
-    """See `Backend` for what each method does; what the kernels are not for runs as in the plain
-    backend.
-    """
+    """The backend of GPUs. Whatever the kernels are not for runs as in the plain backend."""
 
     priority = 20
     captures = True

@@ -1,8 +1,8 @@
-"""What LoRAs of any ranks add to rows of any owners (SGMV of Punica, arXiv 2310.18547): a program
-takes some rows of one adapter, and reads its factors where they lie, by their addresses.
+"""Kernels that add LoRAs of any ranks to rows of any owners (SGMV of Punica, arXiv 2310.18547): a
+program takes some rows of one adapter, and reads its factors by their addresses.
 
-A block of rows is (adapter, row, row, ...), int64; -1 for no adapter, and for rows that are not
-there. `table`: the numbers of `LowRankAdapter.addresses`, NUMBERS of each place.
+A block of rows is (adapter, row, row, ...), int64; -1 for no adapter, and for missing rows. `table`
+has the numbers of `LowRankAdapter.addresses`, NUMBERS of each place.
 """
 
 import triton
@@ -14,11 +14,12 @@ from coserve.kernels.triton.products import product
 @triton.jit
 def narrow(
     x, sums, blocks, table, x_step, inner, adapter_step,
-    NUMBERS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr,
+    NUMBERS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A x of each place: grid (blocks of rows, places, SPLITS of the inner width) -> float32
-    [blocks, places, SPLITS, ROWS, RANK].
+    """Compute A x of each place -> float32 [blocks, places, SPLITS, ROWS, RANK].
+
+    Grid: (blocks of rows, places, SPLITS of the inner width).
     """
     block, place, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     adapter = tl.load(blocks + block * (1 + ROWS))
@@ -50,11 +51,12 @@ def narrow(
 @triton.jit
 def widen(
     sums, y, blocks, table, y_step, outer, adapter_step, place, num_places,
-    NUMBERS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr,
+    NUMBERS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add B times that, scaled, to the rows of one place: grid (blocks of rows, blocks of the outer
-    width).
+    """Add B times that, scaled, to the rows of one place.
+
+    Grid: (blocks of rows, blocks of the outer width).
     """
     block = tl.program_id(0).to(tl.int64)
     adapter = tl.load(blocks + block * (1 + ROWS))

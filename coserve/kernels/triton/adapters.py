@@ -17,33 +17,34 @@ from coserve.kernels.triton.products import is_exact
 BLOCK_ROWS = 16
 BLOCK_NUMBERS = 1 + BLOCK_ROWS
 # The largest rank that the kernels are for: factors of a tile stay in registers.
-MOST_RANK = 128
+MAX_RANK = 128
 _INNER, _OUTER = 128, 128
 # An inner width above this is divided among programs, which would be too few otherwise.
 _INNER_OF_A_SPLIT = 1024
-_MOST_SPLITS = 8
+_MAX_SPLITS = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTables:
-    """blocks int64 [blocks, 17] and table int64 [adapters, places, 9] (see `adapter_kernels`);
-    rank: room for the largest.
-    """
+    """Tables of a step's adapters on the device."""
 
     blocks: Tensor
+    """Blocks of rows, int64 [blocks, 17]; see `adapter_kernels`."""
     table: Tensor
+    """Factors, int64 [adapters, places, 9]."""
     rank: int
+    """Room for the largest rank."""
 
 
 def room_for_rank(batch: AdapterBatch) -> int:
-    """A power of two."""
+    """Return the room for the largest rank of a batch, a power of two."""
     return max(
         BLOCK_ROWS, 1 << (max(adapter.max_rank for adapter in batch.adapters) - 1).bit_length()
     )
 
 
 def host_blocks(batch: AdapterBatch) -> Tensor:
-    """Rows of each adapter in blocks, int64 [blocks, 17], on the CPU."""
+    """Return the rows of each adapter in blocks, int64 [blocks, 17], on the CPU."""
     rows, numbers = batch.rows_by_adapter, array("q")
     for adapter, own in enumerate(rows):
         for first in range(0, len(own), BLOCK_ROWS):
@@ -55,7 +56,7 @@ def host_blocks(batch: AdapterBatch) -> Tensor:
 
 
 class StaticAdapters(AdapterBatch):
-    """Stands for the adapters of any step: the tables have theirs when they are read."""
+    """A stand-in for the adapters of any step, whose tables hold theirs when they are read."""
 
     def __init__(self, tables: RowTables, mask: int) -> None:
         self.tables, self._mask = tables, mask
@@ -66,20 +67,20 @@ class StaticAdapters(AdapterBatch):
 
 
 def fit(batch: AdapterBatch, dtype: torch.dtype) -> bool:
-    """Whether the kernels are for these adapters."""
+    """Return whether the kernels are for these adapters."""
     if isinstance(batch, StaticAdapters):
         return True
-    return batch.dtype == dtype and room_for_rank(batch) <= MOST_RANK
+    return batch.dtype == dtype and room_for_rank(batch) <= MAX_RANK
 
 
 def add_adapters(
     x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
 ) -> None:
-    """See `Backend.add_adapters`."""
+    """Implement `Backend.add_adapters`."""
     tables = batch.tables if isinstance(batch, StaticAdapters) else _tables(batch)
     num_blocks, inner = tables.blocks.shape[0], x.shape[1]
     num_places = len(outputs)
-    splits = min(_MOST_SPLITS, triton.cdiv(inner, _INNER_OF_A_SPLIT))
+    splits = min(_MAX_SPLITS, triton.cdiv(inner, _INNER_OF_A_SPLIT))
     sums = torch.empty(
         num_blocks,
         num_places,
@@ -120,12 +121,12 @@ def add_adapters(
 
 
 def table_of(batch: AdapterBatch) -> Tensor:
-    """Where the factors of its adapters lie: int64 [adapters, places, 9]."""
+    """Return the table of the adapters' factors: int64 [adapters, places, 9]."""
     return torch.stack([adapter.device_addresses for adapter in batch.adapters])
 
 
 def _tables(batch: AdapterBatch) -> RowTables:
-    """Made once for all places of a step."""
+    """Return the tables of a batch, made once for all places of a step."""
     if (found := batch.derived.get(RowTables)) is None:
         found = batch.derived[RowTables] = RowTables(
             blocks=on_device(host_blocks(batch), batch.sizes.device),

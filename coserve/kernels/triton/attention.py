@@ -1,4 +1,4 @@
-"""Attention of a batch of segments: the launches."""
+"""Attention of a batch of segments: the launches of `attention_kernels`."""
 
 from functools import lru_cache
 from typing import Any
@@ -18,9 +18,9 @@ from coserve.kernels.triton.attention_tables import (
 from coserve.kernels.triton.products import is_exact
 
 # The fewest queries of a tile, which matrix units take.
-_LEAST_QUERIES = 16
+_MIN_QUERIES = 16
 # Of a head: a wider one would not fit.
-_MOST_WIDTH = 256
+_MAX_WIDTH = 256
 # What has segments and tiles.
 Tiled = TritonAttentionBatch | TritonAttentionRoom | StaticSegments
 
@@ -28,7 +28,7 @@ Tiled = TritonAttentionBatch | TritonAttentionRoom | StaticSegments
 def forward(
     q: Tensor, keys: Tensor, values: Tensor, batch: Tiled, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attention`."""
+    """Implement `Backend.attention`."""
     found, given, kind = _results(q, batch), _Given(q, keys, spec), "rows"
     if (single := batch.single) is not None:
         _attend_single(q, keys, values, single, given, *found)
@@ -52,15 +52,15 @@ def forward(
 def forward_single(
     q: Tensor, keys: Tensor, values: Tensor, rows: SingleRows, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """The same of segments of one row each."""
+    """Implement `Backend.attention` for segments of one row each."""
     found = _results(q)
     _attend_single(q, keys, values, rows, _Given(q, keys, spec), *found)
     return found
 
 
 def _results(q: Tensor, batch: Tiled | None = None) -> tuple[Tensor, Tensor]:
-    """Room for rows like q's, and for a float32 number of each head; zeros where rows of no segment
-    are read, too.
+    """Allocate rows like q's, and a float32 number of each head; zeros where rows of no segment are
+    read, too.
     """
     make = torch.zeros if isinstance(batch, TritonAttentionRoom) else torch.empty
     out = make(q.shape, dtype=q.dtype, device=q.device)
@@ -76,7 +76,7 @@ def _attend_single(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Segments of one row, into their rows of out [n, Hq, D] and lse [n, Hq]."""
+    """Attend with segments of one row, into their rows of out [n, Hq, D] and lse [n, Hq]."""
     (_, num_heads, width), num_segments = q.shape, rows.segments.shape[0]
     sums = torch.empty(
         num_segments, num_heads, rows.splits, 2 + width, dtype=torch.float32, device=q.device
@@ -112,7 +112,7 @@ def backward(
     key_grads: Tensor,
     value_grads: Tensor,
 ) -> Tensor:
-    """See `Backend.attention_gradient`."""
+    """Implement `Backend.attention_gradient`."""
     given, (n, num_heads, width) = _Given(q, keys, spec), q.shape
     (dq, delta), block = _results(q, batch), given.shape["WIDTH_BLOCK"]
     kernels.row_products[n, num_heads](
@@ -133,7 +133,7 @@ def backward(
 
 
 class _Given:
-    """What kernels are told of shapes and of how scores are made."""
+    """Arguments of kernels for shapes and for the formula of scores."""
 
     def __init__(self, q: Tensor, keys: Tensor, spec: AttentionSpec) -> None:
         num_heads, width = q.shape[1:]
@@ -162,7 +162,7 @@ class _Given:
         # Sizes of tiles: by measurement on an H200 (2,048 rows of 14 heads of 64 and of 32 of 128);
         # wide ones take much of the shared memory.
         is_large = block > 128 or is_float32
-        self.least_m = max(_LEAST_QUERIES, triton.next_power_of_2(self.groups))
+        self.least_m = max(_MIN_QUERIES, triton.next_power_of_2(self.groups))
         self.block_m, self.block_n = (
             max(self.least_m, 32 if is_large else 64),
             64 if block <= 64 else 32,
@@ -183,10 +183,8 @@ def _slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def fit(q: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernels are for queries [n, Hq, D] and stores that lie so."""
+    """Return whether the kernels are for queries [n, Hq, D] and stores that lie so."""
     n, num_heads, width = q.shape
     are_rows = n > 0 and q.stride(2) == 1 and (num_heads == 1 or q.stride(1) == width)
     are_stores = keys.stride(2) == 1 and values.stride() == keys.stride()
-    return (
-        are_rows and are_stores and width <= _MOST_WIDTH and q.dtype == keys.dtype == values.dtype
-    )
+    return are_rows and are_stores and width <= _MAX_WIDTH and q.dtype == keys.dtype == values.dtype

@@ -31,7 +31,7 @@ def _places(
     TOKENS: tl.constexpr,
     IS_PAGED: tl.constexpr,
 ):
-    """Where keys lie in their store: elements from its start."""
+    """Return the places of keys in their store: elements from its start."""
     if IS_PAGED:
         page = tl.load(pages + first_page + entry // TOKENS, mask=is_seen, other=0)
         place = page * page_step + (entry % TOKENS) * token_step
@@ -45,8 +45,8 @@ def _scores(
     products, position, key, slopes, scale, soft_cap, window,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile [rows, keys], hidden ones minus infinity; and the tangent that a soft cap
-    made of them.
+    """Return the scores of a tile [rows, keys], hidden ones minus infinity; and the tangent that a
+    soft cap made of them.
     """
     scores = products * scale
     tangent = scores
@@ -69,11 +69,14 @@ def attend(
     NUM_HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, IS_PAGED: tl.constexpr, IS_SINGLE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key heads, SPLITS). With SPLITS above 1, which is for segments of one row,
-    `sums` gets of each segment, head and split the largest score, the sum of exponentials, and what
-    they weigh the values to: float32 [segments, NUM_HEADS, SPLITS, 2 + WIDTH].
+    """Attend with a tile of queries.
+
+    With SPLITS above 1, which is for segments of one row, `sums` gets the largest score, the sum of
+    exponentials, and the weighted sum of values of each segment, head and split: float32 [segments,
+    NUM_HEADS, SPLITS, 2 + WIDTH]. Grid: (tiles, key heads, SPLITS).
     """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -160,7 +163,10 @@ def merge_splits(
     NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What `attend` left in `sums`, added up: grid (segments of one row, heads)."""
+    """Add up what `attend` left in `sums`.
+
+    Grid: (segments of one row, heads).
+    """
     segment, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH_BLOCK)
     at = segments + SEGMENT * segment
@@ -186,7 +192,10 @@ def merge_splits(
 def row_products(
     grad, out, delta, grad_step, out_step, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr
 ):
-    """delta = sum over the width of grad * out: grid (rows, heads)."""
+    """Compute delta, the sum over the width of grad * out.
+
+    Grid: (rows, heads).
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, WIDTH_BLOCK)
     one = tl.load(grad + row * grad_step + head * WIDTH + d, mask=d < WIDTH, other=0.0).to(
@@ -206,7 +215,10 @@ def query_gradients(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, key heads)."""
+    """Compute the gradients of queries.
+
+    Grid: (tiles of queries, key heads).
+    """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head = tl.program_id(0), tl.program_id(1)
     segment, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -274,8 +286,9 @@ def key_gradients(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, added to float32 sums that lie as the store does: grid (tiles
-    of keys, key heads). Each key belongs to one tile alone.
+    """Add the gradients of keys and values to float32 sums that lie as the store does.
+
+    Each key belongs to one tile alone. Grid: (tiles of keys, key heads).
     """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head = tl.program_id(0), tl.program_id(1)

@@ -1,5 +1,5 @@
-"""Whom the rows of a batch attend to, as tables on the device: made once for all layers of a
-step.
+"""Tables on the device of the keys that the rows of a batch attend to, made once for all layers of
+a step.
 """
 
 from array import array
@@ -24,33 +24,43 @@ SPLITS = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SingleRows:
-    """Segments of one row each. segments: int64 [n, 5], of which those without rows do nothing;
-    pages: int64, those of all segments end to end; splits: programs for each row and key head.
-    """
+    """Segments of one row each."""
 
     segments: Tensor
+    """Segments, int64 [n, 5]; those without rows do nothing."""
     pages: Tensor
+    """Pages of all segments end to end, int64."""
     splits: int
+    """Programs for each row and key head."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cumulative:
-    """How many rows and keys there are up to each segment, int32 [segments + 1], the most of a
-    segment, and which of a store's keys are theirs.
-    """
+    """Segments as numbers of rows and keys up to each of them."""
 
     rows: Tensor
+    """Number of rows up to each segment, int32 [segments + 1]."""
     keys: Tensor
+    """Number of keys up to each segment, int32 [segments + 1]."""
     most_rows: int
+    """Maximum number of rows of a segment."""
     most_keys: int
+    """Maximum number of keys of a segment."""
     of_store: slice
+    """The segments' keys among those of the store."""
 
 
 class StaticSingleRows(AttentionBatch):
-    """Stands for the segments of one row of any step: `rows` has theirs when it is read."""
+    """A stand-in for the segments of one row of any step, whose `rows` hold theirs when they are
+    read.
+
+    Args:
+        num_rows: maximum number of rows.
+        pages: room for the pages of a step.
+        splits: programs for each row and key head.
+    """
 
     def __init__(self, num_rows: int, pages: Tensor, splits: int) -> None:
-        """pages: room for those of a step."""
         segments = torch.zeros(num_rows, SEGMENT_NUMBERS, dtype=torch.int64, device=pages.device)
         self.rows = SingleRows(segments=segments, pages=pages, splits=splits)
         self._num_filled = 0
@@ -60,7 +70,7 @@ class StaticSingleRows(AttentionBatch):
         return self.rows.segments.shape[0]
 
     def fill(self, batch: AttentionBatch) -> None:
-        """With the segments of one row of a batch, and the pages of all."""
+        """Fill it with the segments of one row of a batch, and the pages of all."""
         assert isinstance(batch, TritonAttentionBatch)
         segments, single = self.rows.segments, batch.single
         n = 0 if single is None else single.segments.shape[0]
@@ -95,27 +105,27 @@ class TritonAttentionBatch(AttentionBatch):
 
     @property
     def is_single(self) -> bool:
-        """Whether each segment has one row."""
+        """Return whether each segment has one row."""
         return self._segments.is_single
 
     @cached_property
     def plain(self) -> PlainAttentionBatch:
-        """For what the kernels are not for."""
+        """Return the batch for the plain backend, which runs what the kernels are not for."""
         return PlainAttentionBatch(self._segments, self._block_tokens, self._device)
 
     @property
     def segments(self) -> Tensor:
-        """All of them, int64 [segments, 5]."""
+        """Return all segments, int64 [segments, 5]."""
         return self._tables[0]
 
     @property
     def pages(self) -> Tensor:
-        """Of all segments, end to end."""
+        """Return the pages of all segments, end to end."""
         return self._tables[1]
 
     @cached_property
     def single(self) -> SingleRows | None:
-        """Segments of one row."""
+        """Return the segments of one row; None: there are none."""
         own = [
             index for index, length in enumerate(self._segments.num_rows.tolist()) if length == 1
         ]
@@ -125,8 +135,10 @@ class TritonAttentionBatch(AttentionBatch):
         return SingleRows(segments=rows, pages=self.pages, splits=SPLITS)
 
     def tiles(self, kind: str, size: int) -> Tensor:
-        """Tiles of this many rows or keys, int64 [tiles, 2]: of "rows", of the rows of segments
-        that have "several", or of "keys".
+        """Return tiles of this many rows or keys, int64 [tiles, 2].
+
+        Args:
+            kind: "rows"; "several": rows of segments that have several; or "keys".
         """
         if (kind, size) not in self._tiles:
             numbers, table = array("q"), self._segments
@@ -141,8 +153,8 @@ class TritonAttentionBatch(AttentionBatch):
 
     @cached_property
     def cumulative(self) -> "Cumulative | None":
-        """Segments as PyTorch's FlashAttention takes them; None where their keys do not stand one
-        after another.
+        """Return the segments as PyTorch's FlashAttention takes them; None where their keys do not
+        stand one after another.
         """
         rows, keys, first = array("i", [0]), array("i", [0]), self._segments[0].first_key
         for segment in self._segments:
@@ -161,15 +173,15 @@ class TritonAttentionBatch(AttentionBatch):
 
     @cached_property
     def keys_are_apart(self) -> bool:
-        """Whether no key of a store of one page is in two segments, so that sums of gradients have
-        one owner each.
+        """Return whether no key of a store of one page is in two segments, so that sums of
+        gradients have one owner each.
         """
         spans = sorted((each.first_key, each.first_key + each.num_keys) for each in self._segments)
         return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """Segments and pages, which go to the device as one."""
+        """Return segments and pages, which are copied to the device as one."""
         table, columns = (
             self._segments,
             torch.zeros(len(self._segments) + 1, SEGMENT_NUMBERS, dtype=torch.int64),
@@ -189,8 +201,8 @@ class TritonAttentionBatch(AttentionBatch):
 
 
 class _TiledRoom(AttentionBatch):
-    """Room for the segments of one batch after another, and their tiles. Those that a batch has no
-    use for are tiles of a last segment without rows.
+    """Room for the segments of one batch after another, and their tiles. Tiles that a batch does
+    not use are tiles of a last segment without rows.
     """
 
     def __init__(
@@ -208,7 +220,7 @@ class _TiledRoom(AttentionBatch):
         return self._num_rows
 
     def fill(self, batch: AttentionBatch) -> None:
-        """With the segments of a batch."""
+        """Fill it with the segments of a batch."""
         assert isinstance(batch, TritonAttentionBatch)
         if batch is self._batch:
             return
@@ -219,7 +231,7 @@ class _TiledRoom(AttentionBatch):
             self._fill_tiles(kind, size)
 
     def tiles(self, kind: str, size: int) -> Tensor:
-        """As those of a batch."""
+        """Return the room's tiles of a kind and size, as a batch has them."""
         if (kind, size) not in self._tiles:
             most = (
                 self._num_keys if kind == "keys" else self._num_rows
@@ -240,24 +252,25 @@ class _TiledRoom(AttentionBatch):
 
 
 class TritonAttentionRoom(_TiledRoom, AttentionRoom):
-    """See `AttentionRoom`."""
+    """Room for segments in stores of one page."""
 
-    single: SingleRows | None = None  # all rows are in tiles
+    single: SingleRows | None = None
+    """Segments of one row apart from the others; here always None."""
 
     @property
     def pages(self) -> Tensor:
-        """Not read: stores have one page."""
+        """Return a tensor that no kernel reads: stores have one page."""
         return self.segments
 
 
 class StaticSegments(_TiledRoom):
-    """Stands for the segments of any step, of one row or of several: `single` and the tiles of
-    "several" have theirs when they are read. Results of rows that belong to no segment are
+    """A stand-in for the segments of any step, of one row or of several, whose `single` and tiles
+    of "several" hold theirs when they are read. Results of rows that belong to no segment are
     undefined.
     """
 
     def __init__(self, num_rows: int, num_segments: int, pages: Tensor, splits: int) -> None:
-        """pages, splits: see `StaticSingleRows`."""
+        """Allocate the tables; for pages and splits see `StaticSingleRows`."""
         super().__init__(num_rows, 0, num_segments, pages.device)
         self._alone = StaticSingleRows(num_segments, pages, splits)
 

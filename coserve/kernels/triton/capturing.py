@@ -1,4 +1,4 @@
-"""What was launched, as one CUDA graph, which launches it again."""
+"""Captures of launches as CUDA graphs, which launch them again."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +27,11 @@ _WAITING = frozenset(
 
 
 class Capturing:
-    """Graphs of a device. What a graph launches runs on the multiprocessors of the stream that it
-    was captured for, so a call has one for each stream in which it is made.
+    """Graphs of a device.
 
-    Passing tensors of one stream's graphs share one room: they run one after another.
+    The launches of a graph run on the multiprocessors of the stream that it was captured for, so a
+    call has one graph for each stream in which it is made. Passing tensors of one stream's graphs
+    share one room: they run one after another.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,8 +42,8 @@ class Capturing:
         self._capturing = Lock()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """See `Backend.capture`: None, too, where there is no memory for it. Where kernels are
-        interpreted, the call runs it again.
+        """Implement `Backend.capture`; return None, too, where there is no memory for it. Where
+        kernels are interpreted, the call runs it again.
         """
         try:
             with _NoWaiting():  # type: ignore[no-untyped-call]
@@ -59,7 +60,7 @@ class Capturing:
         return call if call.capture() else None
 
     def stream(self) -> int:
-        """The one that calls are made in, by its handle; 0: the device's own."""
+        """Return the handle of the stream in which calls are made; 0: the device's own."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def graph(self, run: Callable[[], None]) -> Callable[[], None] | None:
@@ -76,7 +77,7 @@ class Capturing:
         return None
 
     def _run_once(self, run: Callable[[], None]) -> None:
-        """Compile kernels, and make what is made once; in the stream of the captures."""
+        """Compile kernels and make tables that are made once, in the stream of the captures."""
         if self._device.type != "cuda":
             run()
             return
@@ -99,23 +100,26 @@ class Capturing:
         return graph.replay
 
     def _room(self) -> tuple[Any, Any]:
-        """The device's own stream cannot be captured; any other is, itself."""
+        """Return the stream that is captured, and its memory pool. The device's own stream cannot
+        be captured; any other is, itself.
+        """
         if (handle := self.stream()) not in self._rooms:
-            current = torch.cuda.current_stream(self._device)
-            stream = torch.cuda.Stream(self._device) if handle == 0 else current  # type: ignore[no-untyped-call]
+            stream = torch.cuda.current_stream(self._device)
+            if handle == 0:
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._rooms[handle] = stream, torch.cuda.graph_pool_handle()
         return self._rooms[handle]
 
 
 class _Call:
-    """What was launched, and its graphs by streams; None: it is launched kernel by kernel there."""
+    """Launches, and their graphs by streams; None: they are launched kernel by kernel there."""
 
     def __init__(self, capturing: Capturing, run: Callable[[], None]) -> None:
         self._capturing, self._run = capturing, run
         self._graphs: dict[int, Callable[[], None] | None] = {}
 
     def capture(self) -> bool:
-        """For the stream that calls are made in; whether there is a graph."""
+        """Capture for the stream in which calls are made; return whether there is a graph."""
         stream = self._capturing.stream()
         self._graphs[stream] = self._capturing.graph(self._run)
         return self._graphs[stream] is not None
@@ -139,8 +143,8 @@ def _say_why(error: Exception) -> None:
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """UntraceableError for what waits for the device, of this thread alone, before it is part of a
-    capture.
+    """A mode that raises UntraceableError for operations of this thread that wait for the device,
+    before they are part of a capture.
     """
 
     def __torch_dispatch__(

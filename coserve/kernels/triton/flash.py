@@ -1,6 +1,5 @@
-"""PyTorch's own FlashAttention (arXiv 2307.08691), which is faster than ours where it is for the
-same: windows of jobs, in half precision, whose scores have nothing but a scale and a sliding
-window.
+"""PyTorch's own FlashAttention (arXiv 2307.08691), which is faster than ours for windows of jobs in
+half precision whose scores have nothing but a scale and a sliding window.
 """
 
 import torch
@@ -9,15 +8,17 @@ from torch import Tensor
 from coserve.kernels.attention import AttentionSpec
 from coserve.kernels.triton.attention_tables import Cumulative, TritonAttentionBatch
 
-_WIDTH_UNIT, _MOST_WIDTH = 8, 256
+_WIDTH_UNIT, _MAX_WIDTH = 8, 256
 # The first compute capability that it is for.
-_LEAST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 
 
 def segments_for(
     q: Tensor, keys: Tensor, batch: TritonAttentionBatch, spec: AttentionSpec
 ) -> Cumulative | None:
-    """The segments as it takes them; None where it is not for these queries [n, Hq, D] and keys."""
+    """Return the segments as FlashAttention takes them; None where it is not for these queries [n,
+    Hq, D] and keys.
+    """
     if (
         q.device.type != "cuda"
         or keys.shape[0] > 1
@@ -28,8 +29,8 @@ def segments_for(
     width = q.shape[2]
     if (
         width % _WIDTH_UNIT
-        or width > _MOST_WIDTH
-        or torch.cuda.get_device_capability(q.device) < _LEAST_CAPABILITY
+        or width > _MAX_WIDTH
+        or torch.cuda.get_device_capability(q.device) < _MIN_CAPABILITY
     ):
         return None
     return batch.cumulative
@@ -38,7 +39,7 @@ def segments_for(
 def forward(
     q: Tensor, keys: Tensor, values: Tensor, segments: Cumulative, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.attention`."""
+    """Implement `Backend.attention`."""
     stores = (_own(keys, segments, q), _own(values, segments, q))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(q, *stores, segments.rows, segments.keys, segments.most_rows, segments.most_keys),
@@ -62,7 +63,7 @@ def backward(
     key_grads: Tensor,
     value_grads: Tensor,
 ) -> Tensor:
-    """See `Backend.attention_gradient`. Gradients of keys and values are rounded to the dtype
+    """Implement `Backend.attention_gradient`; gradients of keys and values are rounded to the dtype
     before they are added.
     """
     stores, nothing = (
@@ -82,7 +83,7 @@ def backward(
 
 
 def _own(store: Tensor, segments: Cumulative, q: Tensor) -> Tensor:
-    """The segments' part of a store of one page, [keys, Hkv, D]."""
+    """Return the segments' part of a store of one page, [keys, Hkv, D]."""
     own = store[0, segments.of_store]
     return own.view(own.shape[0], -1, q.shape[2])
 

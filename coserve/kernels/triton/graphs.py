@@ -1,13 +1,13 @@
 """Blocks as one call on a GPU: a CUDA graph for each of some numbers of rows, for steps of
-requests: in which each decodes, or some have pieces of prompts.
+requests, in which each decodes, or some have pieces of prompts.
 
 There the host takes several times as long to launch kernels as the GPU to run them; replaying a
 graph is one launch. A graph reads rows and tables where it was captured with them (`_Rows`,
-`_Room`): those of a step are copied there first. A step of fewer rows than its graph fills it up
+`_Room`): those of a step are copied there first. A step of fewer rows than its graph is filled up
 with rows that belong to no segment, no page and no adapter.
 
-Which layers, adapters' places and ranks there are is fixed in a graph, and up to how many segments;
-which adapters and sequences, and how many rows each has, is not.
+A graph fixes the layers, the adapters' places and ranks, and the maximum number of segments. The
+adapters and sequences, and how many rows each has, may change.
 """
 
 import time
@@ -29,7 +29,7 @@ from coserve.kernels.triton import rows as row_launches
 from coserve.kernels.triton.adapters import (
     BLOCK_NUMBERS,
     BLOCK_ROWS,
-    MOST_RANK,
+    MAX_RANK,
     RowTables,
     StaticAdapters,
     host_blocks,
@@ -56,18 +56,19 @@ _NUM_PAGES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class _Size:
-    """Of what is captured: most rows; segments of several rows or one, at most, 0 where every
-    request decodes; room for the rank of adapters, 0 without.
-    """
+    """The size of a graph."""
 
     rows: int
+    """Maximum number of rows."""
     segments: int
+    """Maximum number of segments of several rows or one; 0 where every request decodes."""
     rank: int
+    """Room for the rank of adapters; 0: there are none."""
 
 
 class _Rows:
-    """Where all graphs read a step's rows and where they go, and leave those that come out. Rows
-    that a step does not have go to page -1.
+    """Tensors from which all graphs read a step's rows and their pages, and in which they leave the
+    output. Rows that a step does not have go to page -1.
     """
 
     def __init__(
@@ -85,18 +86,18 @@ class _Rows:
 
     @property
     def output(self) -> Tensor:
-        """Rows, until the next replay."""
+        """Return the output's rows, which hold until the next replay."""
         assert self._output is not None, "nothing has run"
         return self._output
 
     def take(self, output: Tensor) -> None:
-        """The output's rows come here."""
+        """Copy the output's rows here."""
         if self._output is None:
             self._output = output.new_empty(self._size, output.shape[1])
         self._output[: output.shape[0]].copy_(output)
 
     def fill(self, step: TracedStep) -> None:
-        """With a step's."""
+        """Fill it with a step's rows."""
         n = step.pages.shape[0]
         for name, rows in self.inputs.items():
             rows[:n].copy_(step.inputs[name])
@@ -105,7 +106,7 @@ class _Rows:
         self._leave(n)
 
     def clear(self) -> None:
-        """So that nothing is written to pages."""
+        """Clear the pages, so that nothing is written to any."""
         self._leave(0)
 
     def _leave(self, n: int) -> None:
@@ -115,14 +116,14 @@ class _Rows:
 
 
 class _Room:
-    """Where a graph reads what changes from step to step: the first of the rows, and tables of its
-    own.
+    """Tensors from which a graph reads what changes from step to step: the first of the rows, and
+    tables of its own.
     """
 
     def __init__(
         self, size: _Size, rows: _Rows, pages: Tensor, adapters: "_AdapterRoom | None"
     ) -> None:
-        """pages: room for those of all sequences."""
+        """Allocate the tables, with room for the pages of all sequences."""
         splits = next(splits for most, splits in _SPLITS if (size.segments or size.rows) <= most)
         self.size, self.rows, self.adapters = size, rows, adapters
         self.attention: StaticSingleRows | StaticSegments = (
@@ -132,7 +133,7 @@ class _Room:
         )
 
     def fill(self, step: TracedStep) -> None:
-        """With a step's."""
+        """Fill it with a step's tables."""
         self.rows.fill(step)
         self.attention.fill(step.attention)
         if self.adapters is not None:
@@ -141,7 +142,7 @@ class _Room:
 
 
 class _AdapterRoom:
-    """The same of a step's adapters."""
+    """Room for the tables of a step's adapters."""
 
     def __init__(self, size: _Size, num_places: int, mask: int, device: torch.device) -> None:
         # Each adapter has a segment at least, and a block that is not full at most.
@@ -203,9 +204,7 @@ class _RoomTrace(Trace[Backend]):
 
 
 class GraphCalls(TracedCalls):
-    """See `TracedCalls`. `run` is what a trace runs; it is captured at the first step of each
-    size.
-    """
+    """The calls of a trace as CUDA graphs, captured at the first step of each size."""
 
     def __init__(
         self, backend: "TritonBackend", dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]
@@ -217,7 +216,9 @@ class GraphCalls(TracedCalls):
 
     @property
     def most_rows(self) -> int:
-        """Of steps with pieces of prompts, or of requests that decode."""
+        """Return the maximum number of rows of steps with pieces of prompts, or of requests that
+        decode.
+        """
         return max(PROMPT_ROWS[-1], DECODE_ROWS[-1])
 
     @property
@@ -243,7 +244,7 @@ class GraphCalls(TracedCalls):
         if any(rows.dtype != self._dtype for rows in step.inputs.values()):
             return False
         if adapters is not None and (
-            adapters.dtype != self._dtype or room_for_rank(adapters) > MOST_RANK
+            adapters.dtype != self._dtype or room_for_rank(adapters) > MAX_RANK
         ):
             return False
         with torch.inference_mode():
@@ -258,7 +259,7 @@ class GraphCalls(TracedCalls):
             return graph.room.rows.output[: step.pages.shape[0]]
 
     def run_timed(self, step: TracedStep) -> tuple[Tensor, Mapping[str, float]]:
-        """As one, since a graph does not say what its kernels take."""
+        """Run the graph and time it as one call, since its kernels cannot be timed."""
         self._synchronize()
         start_s = time.perf_counter()
         found = self.run(step)
@@ -270,7 +271,7 @@ class GraphCalls(TracedCalls):
             torch.cuda.synchronize(self._backend.device)
 
     def _graph(self, step: TracedStep) -> "_Graph | None":
-        """The one for a step; None where it cannot be captured."""
+        """Return the graph for a step; None where it cannot be captured."""
         assert isinstance(step.attention, TritonAttentionBatch)
         if (num_pages := step.attention.pages.shape[0]) > self._page_table.shape[0]:
             self._graphs.clear()
@@ -285,7 +286,7 @@ class GraphCalls(TracedCalls):
         return self._graphs[size]
 
     def _captured(self, step: TracedStep, size: _Size) -> "_Graph | None":
-        """For steps like this one, of up to this size."""
+        """Capture a graph for steps like this one, of up to this size."""
         adapters = None
         if step.adapters is not None:
             num_places = len(step.adapters.adapters[0].places)
@@ -301,7 +302,7 @@ class GraphCalls(TracedCalls):
 
 
 def _size(step: TracedStep) -> _Size | None:
-    """Of the graph for a step; None where there is none for as many rows."""
+    """Return the size of the graph for a step; None where there is none for as many rows."""
     n, attention = step.pages.shape[0], step.attention
     assert isinstance(attention, TritonAttentionBatch)
     only_decodes = attention.is_single and n <= DECODE_ROWS[-1]  # more have room among prompts
@@ -322,7 +323,9 @@ def _size(step: TracedStep) -> _Size | None:
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """One that is captured, and where it reads and writes."""
+    """A captured graph, and the tensors that it reads and writes."""
 
     room: _Room
+    """Tensors that it reads."""
     replay: Callable[[], None]
+    """Launches it."""

@@ -1,4 +1,4 @@
-"""Pieces that work row by row on a GPU, one launch each. Results are rounded where the plain
+"""Kernels that work row by row on a GPU, one launch each. Results are rounded where the plain
 backend rounds.
 """
 
@@ -8,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def _normalized(x, eps, FEATURES: tl.constexpr):
-    """x / rms(x) and 1 / rms(x), float32; x padded with zeros."""
+    """Return x / rms(x) and 1 / rms(x), float32; x padded with zeros."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / FEATURES + eps)
     return x * scale, scale
 
 
 @triton.jit
 def rms_norm(x, weight, y, x_step, eps, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, groups of FEATURES)."""
+    """Normalise rows. Grid: (rows, groups of FEATURES)."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     is_feature, first = i < FEATURES, group * FEATURES
@@ -43,7 +43,10 @@ def rms_norm_gradient(
     BLOCK: tl.constexpr,
     WITH_Y: tl.constexpr,
 ):
-    """Grid (rows, groups of FEATURES)."""
+    """Compute the gradient of `rms_norm`, and its result again (WITH_Y).
+
+    Grid: (rows, groups of FEATURES).
+    """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     is_feature, first = i < FEATURES, group * FEATURES
@@ -64,7 +67,7 @@ def rms_norm_gradient(
 
 @triton.jit
 def silu_mul(gate, up, y, gate_step, up_step, width, BLOCK: tl.constexpr):
-    """Grid (rows, blocks of the width)."""
+    """Compute silu(gate) * up. Grid: (rows, blocks of the width)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = i < width
@@ -80,7 +83,9 @@ def silu_mul_gradients(
     grad, gate, up, gate_grad, up_grad, y, grad_step, gate_step, up_step, width,
     BLOCK: tl.constexpr, WITH_Y: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of the width)."""
+    """Compute the gradients of `silu_mul`, and its result again (WITH_Y). Grid: (rows, blocks of
+    the width).
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = i < width
@@ -105,10 +110,11 @@ def silu_mul_gradients(
 @triton.jit
 def rope(
     x, cos, sin, y, x_step, angle_step,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REVERSE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads of 2 * HALF features, or (REVERSE) find the gradient of what was rotated: grid
-    (rows, blocks of heads).
+    """Rotate heads of 2 * HALF features, or (REVERSE) compute the gradient of what was rotated.
+    Grid: (rows, blocks of heads).
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -140,8 +146,8 @@ def rope(
 
 @triton.jit
 def store_rows(x, store, pages, offsets, x_step, page_step, token_step, width, BLOCK: tl.constexpr):
-    """Rows into their places of a store in pages; those of no page (below 0) nowhere. Grid (rows,
-    blocks).
+    """Copy rows to their places of a store in pages; rows of no page (below 0) are dropped. Grid:
+    (rows, blocks).
     """
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(pages + row)
@@ -165,12 +171,15 @@ def copy_rows(
     WORD_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of several tensors into others that lie at addresses, or from there (LOADS), word by
+    """Copy rows of several tensors to others that lie at addresses, or from there (LOADS), word by
     word.
 
-    own: of each tensor its address, and words of a row. Its first row stands for the others' first
-    (IN_PLACE), or for the first that is copied. others: addresses of first rows. rows: the first
-    that is copied, and how many. Grid (tensors, blocks of words).
+    - own: the address of each tensor, and the words of a row. Its first row stands for the others'
+      first (IN_PLACE), or for the first that is copied.
+    - others: addresses of first rows.
+    - rows: the first that is copied, and how many are.
+
+    Grid: (tensors, blocks of words).
     """
     tensor = tl.program_id(0)
     width = tl.load(own + tensor * 2 + 1)

@@ -16,15 +16,15 @@ _BLOCK, _COPIED_WORDS = 1024, 2048
 
 
 def fit(*tensors: Tensor) -> bool:
-    """Whether the kernels are for rows [n, width] of these: at least one, of one dtype, without
-    gaps in a row.
+    """Return whether the kernels are for rows [n, width] of these: at least one, of one dtype,
+    without gaps in a row.
     """
     first = tensors[0]
     return first.shape[0] > 0 and all(x.stride(-1) == 1 and x.dtype == first.dtype for x in tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.rms_norm`."""
+    """Implement `Backend.rms_norm`."""
     (n, width), features = x.shape, weight.shape[0]
     y, block = _like(x), triton.next_power_of_2(features)
     kernels.rms_norm[n, width // features](
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, *, with_y: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """See `Backend.rms_norm_gradient`."""
+    """Implement `Backend.rms_norm_gradient`."""
     (n, width), features = x.shape, weight.shape[0]
     dx, block = _like(x), triton.next_power_of_2(features)
     y = _like(x) if with_y else None
@@ -51,7 +51,7 @@ def rms_norm_gradient(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """See `Backend.silu_mul`."""
+    """Implement `Backend.silu_mul`."""
     n, width = gate.shape
     y = _like(gate)
     kernels.silu_mul[n, triton.cdiv(width, _BLOCK)](
@@ -63,7 +63,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def silu_mul_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, *, with_y: bool = False
 ) -> SiluMulGradients:
-    """See `Backend.silu_mul_gradients`."""
+    """Implement `Backend.silu_mul_gradients`."""
     n, width = gate.shape
     found = SiluMulGradients(_like(gate), _like(up), _like(gate) if with_y else None)
     y = found.gate if found.y is None else found.y
@@ -87,7 +87,7 @@ def silu_mul_gradients(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool = False) -> Tensor:
-    """See `Backend.rope`; reverse: `Backend.rope_gradient`."""
+    """Implement `Backend.rope`, or `Backend.rope_gradient` in reverse."""
     (n, width), half = x.shape, cos.shape[1] // 2
     heads, block_half, y = width // (2 * half), triton.next_power_of_2(half), _like(x)
     block_heads = min(triton.next_power_of_2(heads), max(1, _BLOCK // block_half))
@@ -104,8 +104,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, reverse: bool = False) -> Tenso
 
 
 def store_rows(x: Tensor, store: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Rows [n, width] into a store [num_pages, block_tokens, width], at offsets of pages, int64
-    [n]; those whose page is below 0 nowhere.
+    """Copy rows [n, width] to a store [num_pages, block_tokens, width], at offsets of pages, int64
+    [n]; rows whose page is below 0 are dropped.
     """
     n, width = x.shape
     kernels.store_rows[n, triton.cdiv(width, _BLOCK)](
@@ -114,7 +114,9 @@ def store_rows(x: Tensor, store: Tensor, pages: Tensor, offsets: Tensor) -> None
 
 
 class AddressedCopies(RowCopies):
-    """See `RowCopies`. Words of copies are as large as the rows of all tensors are made of."""
+    """Copies of rows by addresses. The word size is the largest that divides the rows of all
+    tensors.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> None:
         widths = [tensor[:1].nbytes for tensor in tensors]
@@ -143,7 +145,7 @@ class AddressedCopies(RowCopies):
 
 
 def _like(x: Tensor) -> Tensor:
-    """Room for rows of the same shape, without gaps."""
+    """Allocate rows of the same shape, without gaps."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -1,11 +1,11 @@
-// y = (x W^T) s + b of few rows in bfloat16, with W in int8 and a scale s per output channel, on
-// AMX: W is the left factor as it lies, y^T = W x^T.
+// Product y = (x W^T) s + b of few rows in bfloat16, with W in int8 and a scale s per output
+// channel, on AMX: W is the left factor as it lies, y^T = W x^T.
 //
-// Up to 32 rows nothing is made of W in between, so that the time is that of reading it once: rows
-// of x become whole numbers of 24 bits, in three parts of 8 bits, with a scale for each row and
-// group of elements, a power of two: what is at least 2^-14 of its group's largest is exact, and
-// the rest is off by at most 2^-22 of that. Sums of a group are exact. For more rows a strip of W
-// at a time becomes bfloat16, in which all its values are exact too.
+// Up to 32 rows W is not converted, so that the time is that of reading it once. Rows of x become
+// whole numbers of 24 bits, in three parts of 8 bits, with a scale for each row and group of
+// elements, a power of two. Elements of at least 2^-14 of their group's largest are exact, and the
+// others are off by at most 2^-22 of that. Sums of a group are exact. For more rows a strip of W at
+// a time is converted to bfloat16, in which all its values are exact, too.
 
 #include <cmath>
 #include <limits>
@@ -20,23 +20,23 @@ namespace {
 const int STRIP = 32;
 // Rows of x in a block, elements of a row in a tile, bytes of a tile.
 const int BLOCK = 16, WIDTH = 64, TILE = 1024;
-// Elements of a row that share a scale: as many products of parts are below 2^24 together, exact in
-// float32.
+// Elements of a row that share a scale: the sum of as many products of parts is below 2^24, exact
+// in float32.
 const i64 GROUP = 512;
 // Parts of a number, and bits of its magnitude.
 const int PARTS = 3, BITS = 22;
-// Up to how many rows are split so; of more the parts would leave the caches.
-const i64 MOST_ROWS_IN_PARTS = 32;
-// Elements of a row of int8 that become bfloat16 at once: with a strip's rows they stay in the
-// inner cache.
+// Maximum number of rows that are split into parts; the parts of more rows would leave the caches.
+const i64 MAX_ROWS_IN_PARTS = 32;
+// Elements of a row of int8 that are converted to bfloat16 at once. Those of a strip's rows stay in
+// the inner cache.
 const i64 WIDENED = 128;
-// How far ahead of its product a row of the weight is fetched.
+// Distance before its product at which a row of the weight is fetched.
 const i64 AHEAD = 512;
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// x as right factors: for each block and each 64 elements a tile [16, 16, 4] of each part, from the
-// highest to the lowest.
+// The rows x as right factors: for each block and each 64 elements a tile [16, 16, 4] of each part,
+// from the highest to the lowest.
 class Parts {
   public:
     Parts(const bf16* x, i64 step, i64 n, i64 inner)
@@ -81,8 +81,8 @@ class Parts {
     }
 
   private:
-    // Of a group; the scale is NaN if an element is infinite or not a number, which then makes the
-    // whole sum so.
+    // The scale of a group. It is NaN if an element is infinite or NaN, which makes the whole sum
+    // NaN.
     static void choose_scale(const bf16* x, i64 first, i64 last, float& scale, float& inverse) {
         __m512i bits = _mm512_setzero_si512();
         for (i64 k = first; k < last; k += 32)
@@ -117,8 +117,9 @@ class Parts {
     float* scales_;
 };
 
-// Sums of 32 rows of the weight with each part of a block [32, 16]. is_first: of the blocks; the
-// processor alone would wait for what comes next in the rows.
+// Sums of 32 rows of the weight with each part of a block [32, 16]. is_first: whether it is the
+// first of the blocks, which fetches what comes next in the rows; the processor alone would wait
+// for that.
 inline void multiply_group(i64 count, const int8_t* weight, i64 step, const int8_t* tiles,
                            bool is_first, int32_t* sums) {
     _tile_zero(0);
@@ -206,7 +207,7 @@ void multiply_parts(const bf16* x, i64 x_step, const int8_t* weight, const float
     }
 }
 
-// As many elements, a multiple of 32.
+// Converts elements from int8, a multiple of 32.
 void widen_all(const int8_t* values, i64 count, bf16* out) {
     for (i64 i = 0; i < count; i += 32) {
         auto half = [=](i64 at) {
@@ -236,7 +237,7 @@ void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const flo
             const i64 row = strip * STRIP;
             for (i64 k = 0; k < inner; k += WIDENED) {
                 const i64 count = std::min(WIDENED, inner - k);
-                // What comes next is on its way meanwhile: the processor alone would wait for it.
+                // Fetch what comes next meanwhile: the processor alone would wait for it.
                 const i64 ahead = k + AHEAD < inner ? AHEAD : (STRIP - 1) * inner + AHEAD;
                 for (i64 i = 0; i < STRIP; i++) {
                     const int8_t* values = weight + (row + i) * inner + k;
@@ -265,13 +266,13 @@ void multiply_widened(const bf16* x, i64 x_step, const int8_t* weight, const flo
 
 }  // namespace
 
-// x [n, inner] with a step from row to row, weight [outer, inner], scales [outer], bias [outer] or
-// null, y [n, outer]. inner is a multiple of 64, outer of 32. A row's sums are the same whatever
-// other rows are there, of up to 32, and of more.
+// Writes y [n, outer] from x [n, inner] with a step from row to row, weight [outer, inner], scales
+// [outer] and bias [outer] or null. inner is a multiple of 64, outer of 32. A row's sums are the
+// same in any company of up to 32 rows, and in any company of more.
 extern "C" void int8_product_by_tiles(const bf16* x, i64 x_step, const int8_t* weight,
                                       const float* scales, const bf16* bias, bf16* y, i64 n,
                                       i64 inner, i64 outer, i64 num_threads) {
-    auto run = n <= MOST_ROWS_IN_PARTS ? multiply_parts : multiply_widened;
+    auto run = n <= MAX_ROWS_IN_PARTS ? multiply_parts : multiply_widened;
     run(x, x_step, weight, scales, bias, y, n, inner, outer, num_threads);
 }
 

@@ -1,8 +1,9 @@
-// The next-token loss of logits whose columns are rows, [vocabulary, n]: as a product leaves them
-// that takes the weights of the head as its left factor, which is the faster way for many rows
-// (`products.py`). All vectors hold 16 rows. The gradient is [n, vocabulary] again, as the product
-// after it reads it: it is turned while it is in registers. That product is made here, too, with
-// some hundred words' gradient at a time.
+// Next-token loss of logits that lie as [vocabulary, n]: so leaves them a product with the weights
+// of the head as its left factor, which is the faster way for many rows (`products.py`).
+//
+// All vectors hold 16 rows. The gradient is [n, vocabulary] again, as the product after it reads
+// it: it is transposed while it is in registers. That product is computed here, too, with the
+// gradient of some hundred words at a time.
 
 #include "tiles/tiles.h"
 
@@ -15,20 +16,20 @@
 
 namespace {
 
-// Words of the vocabulary that are worked on at once: with some hundred rows they stay in the inner
+// Words of the vocabulary that are processed at once. With some hundred rows they stay in the inner
 // caches.
 const i64 CHUNK = 128;
 
-// Words whose gradient and whose rows of the head's weight are multiplied at once: of both, 32
-// columns stay in the inner cache, and all of them in the outer one beside the sums.
+// Words whose gradient and whose rows of the head's weight are multiplied at once. 32 columns of
+// both stay in the inner cache, and all of them in the outer one beside the sums.
 const i64 WORDS = 256;
-// How far apart rows of the gradient and panels of the weight lie: not by whole pages, whose lines
-// would take the same few places of the inner cache.
+// Distance between rows of the gradient and between panels of the weight: not whole pages, whose
+// lines would share few places of the inner cache.
 const i64 STEP = WORDS + 32, PANEL = 32 * WORDS + 64;
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// Less than any logit but minus infinity, and a number: a difference of two of these is one.
+// Below any logit but minus infinity, and finite, so that two of these have a difference.
 const float LEAST = -std::numeric_limits<float>::max();
 
 inline __mmask16 first_of(i64 count) { return count >= 16 ? 0xffff : (1u << count) - 1; }
@@ -47,9 +48,8 @@ inline __m512 larger(__m512 x, __m512 most) {
     return _mm512_mask_blend_ps(is_x, most, x);
 }
 
-// The gradients of 32 words' logits for 16 rows (of those that there are), a row after the other, 0
-// from `end` on: but for the target's, which `of_target` gives. What is read next is on its way
-// meanwhile.
+// Writes the gradients of 32 words' logits for up to 16 rows, row after row, 0 from `end` on. The
+// target's comes from `of_target`. Fetches what is read next meanwhile.
 inline void gradients(const bf16* logits, const float* log_sum, const float* loss_grad, i64 row,
                       i64 n, i64 word, i64 end, __m512i (&found)[16]) {
     const __mmask16 mask = first_of(n - row);
@@ -71,8 +71,8 @@ inline void of_target(bf16 logit, float log_sum, float loss_grad, bf16& grad) {
     narrow((std::exp(widen(logit) - log_sum) - 1.0f) * loss_grad, grad);
 }
 
-// Rows of the weight [num_words, width] -> panels [width / 32, WORDS / 2, 32, 2], a right factor of
-// which these rows are the inner dimension; zeros after num_words, up to `padded` of them.
+// Arranges rows of the weight [num_words, width] as panels [width / 32, WORDS / 2, 32, 2], a right
+// factor of which these rows are the inner dimension; zeros from num_words up to `padded`.
 void panels(const bf16* weight, i64 num_words, i64 padded, i64 width, bf16* out) {
     for (i64 word = 0; word < padded; word += 2) {
         const __mmask16 first = word < num_words ? 0xffff : 0,
@@ -89,13 +89,14 @@ void panels(const bf16* weight, i64 num_words, i64 padded, i64 width, bf16* out)
 
 }  // namespace
 
-// logits [vocabulary, n] without gaps, targets [n] -> loss, correct and log_sum as in rows.cpp.
+// Writes loss, correct and log_sum as in rows.cpp, from logits [vocabulary, n] without gaps and
+// targets [n].
 extern "C" void cross_entropy_of_columns(const bf16* logits, const i64* targets, float* loss,
                                          bool* correct, float* log_sum, i64 n, i64 vocabulary,
                                          i64 num_threads) {
     const i64 padded = round_up(n, 16);
-    // Of each thread: the largest of each row, the sum of its exponentials beside that, and the
-    // largest of a chunk.
+    // For each thread: the largest logit of each row, the sum of its exponentials relative to that,
+    // and the largest of a chunk.
     float* scratch =
         reinterpret_cast<float*>(shared_scratch.take(3 * num_threads * padded * sizeof(float)));
     float *all_most = scratch, *all_sums = scratch + num_threads * padded;
@@ -148,7 +149,7 @@ extern "C" void cross_entropy_of_columns(const bf16* logits, const i64* targets,
     }
 }
 
-// And log_sum, loss_grad [n] -> grad [n, vocabulary].
+// Writes grad [n, vocabulary], from log_sum and loss_grad [n], too.
 extern "C" void cross_entropy_gradient_of_columns(const bf16* logits, const i64* targets,
                                                   const float* log_sum, const float* loss_grad,
                                                   bf16* grad, i64 n, i64 vocabulary,
@@ -179,10 +180,10 @@ extern "C" void cross_entropy_gradient_of_columns(const bf16* logits, const i64*
     }
 }
 
-// That gradient, rounded as there, times the weight [vocabulary, width] -> x_grad [n, width]; width
-// is a multiple of 32. Each thread has the sums of a part of the vocabulary, and they are added up
-// at the end. Of a block of words the gradient is the left factor; the weight's rows are read once
-// as they lie, and become pairs, 32 columns side by side.
+// Writes x_grad [n, width], the rounded gradient of the logits times the weight [vocabulary,
+// width]; width is a multiple of 32. Each thread has the sums of a part of the vocabulary, and they
+// are added up at the end. The gradient of a block of words is the left factor. The weight's rows
+// are read once as they lie, and are arranged in pairs, 32 columns side by side.
 extern "C" void cross_entropy_input_gradient_of_columns(const bf16* logits, const i64* targets,
                                                         const float* log_sum,
                                                         const float* loss_grad, const bf16* weight,

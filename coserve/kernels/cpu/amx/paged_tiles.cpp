@@ -1,11 +1,11 @@
 // Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), in tiles
 // (`tiles.h`).
 //
-// As many key heads go together as have query heads for the 16 columns of a tile. Scores are K Q^T
-// with the keys as they lie in their pages; each query head is a lane of the vectors that make
-// weights of them, and a row of the weights that values are multiplied by. While a chunk of keys is
-// worked on the next one is fetched, into the outer cache: a processor waits for no more than some
-// 16 lines that come into the inner one.
+// As many key heads are processed together as have query heads for the 16 columns of a tile. Scores
+// are K Q^T with the keys as they lie in their pages. Each query head is a lane of the vectors that
+// turn scores into weights, and a row of the weights that multiply values. While a chunk of keys is
+// processed the next one is fetched into the outer cache: a processor has no more than some 16
+// lines under way into the inner one.
 
 #include "tiles/attention_tiles.h"
 #include "common/paged_attention.h"
@@ -16,10 +16,10 @@
 
 namespace {
 
-// Keys of a tile of scores, and of one of weights; query heads that go together.
+// Keys of a tile of scores, and of one of weights; query heads that are processed together.
 const int KEYS = 16, PART = 32, LANES = 16;
-// How long a tile's product, two keys' weights, and the pairs of two keys' values take, in
-// proportion: by that the rows that are fetched are spread.
+// Relative times of a tile's product, of two keys' weights, and of pairing two keys' values, by
+// which the fetches are spread.
 const int PRODUCT_UNITS = 20, WEIGHT_UNITS = 8, PAIR_UNITS = 3, VALUE_UNITS = 12;
 
 typedef PagedRows<bf16> Problem;
@@ -85,7 +85,8 @@ class Worker {
             }
     }
 
-    // [keys, lanes]: four tiles of keys at once, since each product of one waits for the last.
+    // Computes scores [keys, lanes] of four tiles of keys at once, since each product of one waits
+    // for the last.
     void score(const Chunk& chunk) {
         const i64 step = p_.row_width() * sizeof(bf16);
         for (int key = 0; key < chunk.num_keys; key += 4 * KEYS) {
@@ -130,8 +131,7 @@ class Worker {
         }
     }
 
-    // Scores -> weights, of which the one of the largest score is 1, rounded: by 32 keys [lanes,
-    // keys].
+    // Turns scores into rounded weights, the largest of which is 1: by 32 keys [lanes, keys].
     void weigh(const Chunk& chunk, const Partial& partial) {
         const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E),
                      none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -168,7 +168,7 @@ class Worker {
                               _mm512_add_ps(totals[0], totals[1]));
     }
 
-    // The values of a key head by the weights of its query heads.
+    // Adds the values of a key head by the weights of its query heads.
     void add(const Chunk& chunk, i64 head, float* out) {
         pair_values(chunk, head);
         settle();
@@ -207,7 +207,7 @@ class Worker {
                     group_ * width_ * sizeof(float));
     }
 
-    // By 32 keys and 16 elements of their values: pairs of keys, zeros after the last.
+    // Arranges values by 32 keys and 16 elements: pairs of keys, zeros after the last.
     void pair_values(const Chunk& chunk, i64 head) {
         const i64 step = p_.row_width();
         const __m512i low =
@@ -239,7 +239,8 @@ class Worker {
         return _mm256_set_epi16(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     }
 
-    // While key heads are worked on: of a chunk those from `head` on that go together, evenly.
+    // Prepares what is fetched while key heads are processed: from a chunk those from `head` on
+    // that go together, evenly spread.
     void plan_fetching(const Chunk* chunk, i64 head) {
         num_blocks_ = block_ = key_ = credit_ = 0;
         if (!chunk) return;
@@ -258,7 +259,7 @@ class Worker {
         row_units_ = std::max(1, units / (2 * chunk->num_keys));
     }
 
-    // What has come due of that, after some units of work.
+    // Fetches the share that is due after some units of work.
     [[gnu::always_inline]] void fetch(int units) {
         for (credit_ += units; credit_ >= row_units_ && block_ < num_blocks_;
              credit_ -= row_units_) {
@@ -272,14 +273,14 @@ class Worker {
     Tiles registers_;
     const Problem& p_;
     const int width_, group_, at_once_;
-    // The key heads that are worked on; the keys of a chunk, up to whole parts; whose queries there
-    // are.
+    // The key heads that are processed; the keys of a chunk, up to whole parts; the row whose
+    // queries are in `q`.
     i64 first_ = 0, end_ = 0;
     int padded_ = 0;
     i64 q_row_ = -1, q_head_ = -1;
     float *scores_, *sums_;
     bf16 *weights_, *values_, *q_;
-    // What is fetched: blocks of 16 keys or values, and how far that has come.
+    // What is fetched: blocks of 16 keys or values, and how many have been.
     const bf16* blocks_[2 * CHUNK / KEYS];
     int num_keys_[2 * CHUNK / KEYS], num_blocks_ = 0, block_ = 0, key_ = 0;
     int fetched_bytes_ = 0, row_units_ = 1, credit_ = 0;
@@ -287,7 +288,7 @@ class Worker {
 
 }  // namespace
 
-// See `paged_attention_bfloat16`, which has what does not fit into tiles.
+// See `paged_attention_bfloat16`, which runs whatever does not fit into tiles.
 extern "C" void paged_attention_by_tiles(const bf16* q, const bf16* keys, const bf16* values,
                                          const i64* pages, const i64* first_page,
                                          const i64* lengths, bf16* out, float* lse, i64 num_rows,

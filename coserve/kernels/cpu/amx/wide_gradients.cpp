@@ -1,6 +1,6 @@
 // Input gradients of many rows in bfloat16 with AMX: dx = dy W, with sums in float32 that are
-// rounded once. The weight's rows are the inner dimension, and become pairs, a panel while the one
-// before it is multiplied.
+// rounded once. The weight's rows are the inner dimension. They are arranged in pairs, a panel
+// while the one before it is multiplied.
 
 #include "amx/wide_tiles.h"
 
@@ -8,14 +8,14 @@
 
 namespace {
 
-// How many of the weight's blocks of columns become pairs at once, of INNER rows: a panel.
+// Number of the weight's blocks of columns that are arranged at once, for INNER rows: a panel.
 const i64 COLUMNS = 14;
 
 thread_local Scratch scratch;
 
-// Rows of a weight [depth, 32 * blocks] with a step -> right factors [depth / 2, 32, 2] of each
-// block, some elements apart, of which these rows are the inner dimension. depth is even. Bit by
-// bit, while others are multiplied.
+// Arranges rows of a weight [depth, 32 * blocks] with a step as right factors [depth / 2, 32, 2] of
+// each block, some elements apart, of which these rows are the inner dimension. depth is even. The
+// work is done in small steps while other blocks are multiplied.
 class Pairing {
   public:
     Pairing() = default;
@@ -28,7 +28,7 @@ class Pairing {
           left_(depth / 2 * blocks) {}
     i64 left() const { return left_; }
 
-    // Two rows, 32 columns each, this many times.
+    // Arranges two rows, 32 columns each, this many times.
     void some(i64 count) {
         const __m512i low = places_from(0), high = places_from(16);
         for (count = std::min(count, left_), left_ -= count; count; count--) {
@@ -46,7 +46,7 @@ class Pairing {
     }
 
   private:
-    // Rows until one that is fetched is read.
+    // Distance in rows between a fetch and its use.
     static const i64 AHEAD = 16;
 
     static __m512i places_from(int first) {
@@ -75,12 +75,12 @@ class FetchAndPair {
     i64 count_;
 };
 
-// Whether rows that are as many elements apart stand in so few places of the inner cache that 32 of
-// them, of INNER elements, drive each other out of it: of its 64, four where they lie a multiple of
-// 1 KB apart.
+// Returns whether rows this many elements apart share so few places of the inner cache that 32 of
+// them, of INNER elements, evict each other: of its 64 places, they use four if they are a multiple
+// of 1 KB apart.
 inline bool crowd(i64 step) { return step % 512 == 0; }
 
-// What is added to a product: narrow A, narrow [n, rank] with a step from row to row, A [rank,
+// Addition to a product: narrow A, with narrow [n, rank] with a step from row to row and A [rank,
 // columns of the weight].
 struct LowRank {
     const bf16* narrow;
@@ -90,7 +90,7 @@ struct LowRank {
 
     i64 depth() const { return round_up(rank, DEPTH); }
 
-    // Some rows of narrow as a left factor [rows, depth].
+    // Arranges some rows of narrow as a left factor [rows, depth].
     void left(i64 first, i64 rows, i64 padded, bf16* out) const {
         for (i64 i = 0; i < padded; i++)
             for (i64 k = 0; k < depth(); k += DEPTH) {
@@ -102,7 +102,7 @@ struct LowRank {
             }
     }
 
-    // Some blocks of columns of A as right factors [depth / 2, 32, 2].
+    // Arranges some blocks of columns of A as right factors [depth / 2, 32, 2].
     void right(i64 step, Part columns, bf16* out) const {
         for (i64 column = columns.start; column < columns.end; column++)
             for (i64 k = 0; k < depth(); k += 2, out += 2 * BLOCK)
@@ -117,9 +117,8 @@ struct LowRank {
     }
 };
 
-// dx = dy W and what is added to it, or dx += these, for some blocks of 32 columns of the weight,
-// panel by panel: while one is multiplied, the next becomes pairs. dy is the left factor as it
-// lies.
+// Product dx = dy W with the addition, or dx += these, for some blocks of 32 columns of the weight,
+// panel by panel: while one is multiplied, the next is arranged. dy is the left factor as it lies.
 struct InputGradient {
     const bf16* grad;
     i64 grad_step;
@@ -213,10 +212,9 @@ struct InputGradient {
 
 }  // namespace
 
-// dx = dy W, and narrow A (null: nothing): grad [n, outer], x_grad [n, inner] and narrow [n, rank]
-// with steps from row to row, weight [outer, inner], A [rank, inner]; added to what x_grad has, if
-// is_added. inner and outer are multiples of 32. A row's sums are the same whatever other rows are
-// there.
+// Writes dx = dy W + narrow A (null: no addition), or adds that to x_grad if is_added: grad [n,
+// outer], x_grad [n, inner] and narrow [n, rank] with steps from row to row, weight [outer, inner],
+// A [rank, inner]. inner and outer are multiples of 32. A row's sums are the same in any company.
 extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight,
                                     bf16* x_grad, i64 x_grad_step, i64 is_added, const bf16* narrow,
                                     i64 narrow_step, const bf16* a, i64 rank, i64 n, i64 inner,
@@ -227,7 +225,7 @@ extern "C" void tile_input_gradient(const bf16* grad, i64 grad_step, const bf16*
     {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const Part columns(inner / BLOCK, thread, threads);
-        const i64 chunks = (n + MOST_ROWS - 1) / MOST_ROWS;
+        const i64 chunks = (n + MAX_ROWS - 1) / MAX_ROWS;
         Tiles registers;
         for (i64 chunk = 0; chunk < chunks; chunk++) {
             const Part rows((n + BLOCK - 1) / BLOCK, chunk, chunks);

@@ -1,8 +1,8 @@
 // Products of many rows in bfloat16 with AMX, with sums in float32 that are rounded once: y = x
-// W^T, and what a LoRA adds to it within the same sums. The weight is read as it lies, and what is
+// W^T, and a LoRA that is added within the same sums. The weight is read as it lies, and what is
 // multiplied next is fetched from memory while tiles are multiplied.
 
-// As in rows.cpp: what follows a product gives the same there.
+// As in rows.cpp: operations after a product give the same results there.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 
 #include "tiles/finish.h"
@@ -12,21 +12,21 @@
 
 namespace {
 
-// Most of the inner dimension for which rows of x are arranged at once, and whose sums are then put
-// aside; and most blocks of these, which stay in the outer cache.
-const i64 DEEP = 1024, MOST_BLOCKS = 256;
-// From how many rows for each thread on threads have rows of their own, not rows of the weight.
+// Maximum of the inner dimension for which rows of x are arranged at once, and whose sums are then
+// put aside; and maximum number of blocks of these, which stay in the outer cache.
+const i64 DEEP = 1024, MAX_BLOCKS = 256;
+// Minimum number of rows per thread for which threads divide the rows instead of the weight's rows.
 const i64 ROWS_OF_A_THREAD = 256;
 
 thread_local Scratch scratch;
 
-// Up to 32 elements of a row, and zeros.
+// Loads up to 32 elements of a row, and zeros.
 inline __m512i load_some(const bf16* x, i64 count) {
     return _mm512_maskz_loadu_epi16(count < DEPTH ? (1u << count) - 1 : ~0u, x);
 }
 
-// Rows of x as columns of right factors: [blocks, depth / 2, 32, 2], zeros after the last row, and
-// after the last column where depth is `columns` and some.
+// Arranges rows of x as columns of right factors: [blocks, depth / 2, 32, 2], with zeros after the
+// last row, and after the last of `columns` columns.
 void arrange(const bf16* x, i64 step, i64 rows, i64 depth, i64 columns, bf16* out) {
     for (i64 row = 0; row < round_up(rows, BLOCK); row += 16) {
         bf16* block = out + row / BLOCK * BLOCK * depth + row % BLOCK * 2;
@@ -42,7 +42,7 @@ void arrange(const bf16* x, i64 step, i64 rows, i64 depth, i64 columns, bf16* ou
     }
 }
 
-// Sums of a block, 32 outputs x 16 rows -> rounded, with the bias (or null): a line for each row.
+// Rounds the sums of a block, 32 outputs x 16 rows, with the bias (or null): a line for each row.
 void round_block(const float* sums, const bf16* bias, __m512i (&lines)[16]) {
     for (int i = 0; i < 16; i++) {
         __m512 two[2];
@@ -55,8 +55,8 @@ void round_block(const float* sums, const bf16* bias, __m512i (&lines)[16]) {
     transpose(lines);
 }
 
-// What is added to some columns of y: narrow B^T, as Python has it. narrow [n, rank] with a step
-// from row to row, B [end - start, rank].
+// Addition to some columns of y: narrow B^T, as Python passes it. narrow [n, rank] with a step from
+// row to row, B [end - start, rank].
 struct Added {
     const bf16* narrow;
     i64 narrow_step;
@@ -67,8 +67,8 @@ struct Added {
 };
 static_assert(sizeof(Added) == 6 * sizeof(i64), "as Python has them");
 
-// Where a product goes: to rows y [n, width], with `onto`. Or, of a gated one, where silu(gate) up
-// goes, and what these are, if it is kept: rows of `width` elements, this many apart.
+// Destination of a product: rows y [n, width], with `onto`. A gated product writes silu(gate) up
+// there, and, if they are kept, gate and up: rows of `width` elements, this many apart.
 struct Target {
     bf16* y;
     i64 n, width;
@@ -81,7 +81,7 @@ struct Target {
 
     Lines lines_of(bf16* first, i64 step) const { return Lines(first, step, n * width * 2); }
 
-    // Sums of a block of up to 32 rows and 32 columns.
+    // Writes the sums of a block of up to 32 rows and 32 columns.
     void write(const float* sums, const bf16* bias, i64 row, i64 rows, i64 column) const {
         for (i64 first = 0; first < rows; first += 16) {
             __m512i found[16];
@@ -91,7 +91,7 @@ struct Target {
         }
     }
 
-    // Sums of a block of gates, and of one of the same columns of what they are for.
+    // Writes the sums of a block of gates, and of the same columns of the other factor.
     void write_gated(const float* gates, const float* ups, const bf16* bias, i64 row, i64 rows,
                      i64 column) const {
         for (i64 first = 0; first < rows; first += 16) {
@@ -109,8 +109,8 @@ struct Target {
     }
 };
 
-// y = x W^T + b, and what is added to it, for some rows of x and strips of 32 rows of the weight.
-// The weight is the left factor.
+// Product y = x W^T + b, with the additions, for some rows of x and strips of 32 rows of the
+// weight. The weight is the left factor.
 struct Product {
     const bf16* x;
     i64 x_step;
@@ -120,17 +120,17 @@ struct Product {
     const Added* added;
     i64 num_added;
 
-    // Strips of the weight in the order in which they are multiplied: of a gated product, one of
-    // gates and one of what they are for, in turns.
+    // Strips of the weight in the order in which they are multiplied; those of a gated product
+    // alternate between gates and the other factor.
     i64 first_row(i64 strip) const {
         return target.is_gated ? strip % 2 * target.width + strip / 2 * BLOCK : strip * BLOCK;
     }
-    // How many are written together.
+    // Number of strips that are written together.
     i64 at_once() const { return target.is_gated ? 2 : 1; }
 
     void run_for(i64 first, i64 rows, Part strips) const {
         const i64 blocks = (rows + BLOCK - 1) / BLOCK, turns = (inner + DEEP - 1) / DEEP;
-        const i64 groups = turns > 1 ? (strips.size() * blocks + MOST_BLOCKS - 1) / MOST_BLOCKS : 1;
+        const i64 groups = turns > 1 ? (strips.size() * blocks + MAX_BLOCKS - 1) / MAX_BLOCKS : 1;
         for (i64 group = 0; group < groups; group++)
             run_for(
                 first, rows, blocks, turns,
@@ -138,7 +138,7 @@ struct Product {
     }
 
     void run_for(i64 first, i64 rows, i64 blocks, i64 turns, Part strips) const {
-        // Sums of all strips, if they are put aside; else of those that are multiplied and of those
+        // Sums of all strips, if they are put aside; otherwise those that are multiplied and those
         // before, which are written meanwhile.
         const i64 together = at_once(), kept = turns > 1 ? strips.size() : 2 * together;
         i64 depths = 0, deepest = 0;
@@ -171,7 +171,7 @@ struct Product {
         auto sums_of = [&](i64 strip) {
             return sums + (strip - strips.start) % kept * blocks * SUMS;
         };
-        // A block of a strip, or of the last of those that are written together.
+        // Multiplies a block of a strip, or of the last of the strips that are written together.
         auto write = [&](i64 strip, i64 block) {
             const i64 row = block * BLOCK, some = std::min<i64>(BLOCK, rows - row);
             const float* last = sums_of(strip) + block * SUMS;
@@ -236,7 +236,7 @@ static void run_product(const bf16* x, i64 x_step, const bf16* weight, const bf1
         const Part all = by_rows ? Part(blocks, thread, threads) : Part(blocks, 0, 1);
         const Part own =
             (by_rows ? Part(strips, 0, 1) : Part(strips, thread, threads)).times(at_once);
-        const i64 groups = (all.size() * BLOCK + MOST_ROWS - 1) / MOST_ROWS;
+        const i64 groups = (all.size() * BLOCK + MAX_ROWS - 1) / MAX_ROWS;
         Tiles registers;
         for (i64 group = 0; group < groups; group++) {
             const Part part(all.size(), group, groups);
@@ -248,10 +248,10 @@ static void run_product(const bf16* x, i64 x_step, const bf16* weight, const bf1
     }
 }
 
-// y = x W^T + b, and to some of its columns narrow B^T: x [n, inner] with a step from row to row,
+// Writes y = x W^T + b, plus narrow B^T in some columns: x [n, inner] with a step from row to row,
 // weight [outer, inner], bias [outer] or null, y [n, outer]. added: Added, of columns that begin
-// and end with whole blocks of 32 and of which none is in two. inner and outer are multiples of 32.
-// A row's sums are the same whatever other rows are there.
+// and end with whole blocks of 32; no column is in two. inner and outer are multiples of 32. A
+// row's sums are the same in any company.
 extern "C" void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16* weight,
                                           const bf16* bias, bf16* y, const i64* added,
                                           i64 num_added, i64 n, i64 inner, i64 outer,
@@ -260,13 +260,13 @@ extern "C" void wide_product_and_low_rank(const bf16* x, i64 x_step, const bf16*
                 added, num_added, n, inner, outer, num_threads);
 }
 
-// The same with nothing added.
+// The same without additions.
 extern "C" void wide_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
                              bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     wide_product_and_low_rank(x, x_step, weight, bias, y, nullptr, 0, n, inner, outer, num_threads);
 }
 
-// That, rounded, and added to rows [n, outer], rounded again.
+// The same product, rounded, and added to rows [n, outer], rounded again.
 extern "C" void wide_product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
                                   const bf16* onto, i64 onto_step, bf16* y, i64 n, i64 inner,
                                   i64 outer, i64 num_threads) {
@@ -275,8 +275,8 @@ extern "C" void wide_product_onto(const bf16* x, i64 x_step, const bf16* weight,
                 outer, num_threads);
 }
 
-// `gated_product`, with low rank added to what it is made of; this is kept, gate and up [n, outer /
-// 2] each with as many elements from row to row, unless they are null.
+// `gated_product` with low-rank additions to its factors. Unless they are null, the factors are
+// kept as gate and up [n, outer / 2], with as many elements from row to row.
 extern "C" void wide_gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
                                    bf16* gate, bf16* up, i64 kept_step, bf16* y, const i64* added,
                                    i64 num_added, i64 n, i64 inner, i64 outer, i64 num_threads) {

@@ -1,5 +1,5 @@
-// What products of many rows in bfloat16 with AMX share: blocks of float32 sums, and what is done
-// beside them.
+// Parts that products of many rows in bfloat16 with AMX share: blocks of float32 sums, and work
+// that is done beside them.
 #pragma once
 
 #include "tiles/skinny.h"
@@ -12,15 +12,17 @@ namespace {
 const int BLOCK = 32;
 // Elements of a block's sums.
 const int SUMS = BLOCK * BLOCK;
-// Of the inner dimension, what a block takes of both factors beside its sums from the inner cache,
-// which keeps the one that is used again.
+// Elements of the inner dimension that a block reads of both factors at a time, from the inner
+// cache, which keeps the factor that is used again.
 const i64 INNER = 256;
-// Most rows that a thread works on at once: what it has of them stays in the outer cache.
-const i64 MOST_ROWS = 512;
-// From how many bytes on a result is not kept in the caches: it would be gone before it is read.
+// Maximum number of rows that a thread processes at once: its share of them stays in the outer
+// cache.
+const i64 MAX_ROWS = 512;
+// Minimum number of bytes of a result that is not kept in the caches, which it would leave before
+// it is read.
 const i64 STREAMED_BYTES = 2 << 20;
 
-// The part that a thread or a turn has of a number of things: [start, end).
+// The part [start, end) of a number of things that one thread or turn has.
 struct Part {
     i64 start, end;
     Part(i64 count, i64 which, i64 parts)
@@ -45,23 +47,23 @@ struct More {
     i64 depth;
 };
 
-// What a thread does while tiles are multiplied, a step for each 32 of the inner dimension: nothing
-// waits for it. Here: some lines are fetched into the outer cache, so far from one to the next, and
-// so far from a step's to the next step's.
+// Work of a thread while tiles are multiplied, one step for each 32 of the inner dimension; nothing
+// waits for it. Here lines are fetched into the outer cache, with fixed distances between the lines
+// of a step, and between steps.
 class Fetch {
   public:
     Fetch(const bf16* ahead, i64 count, i64 between, i64 onward)
         : ahead_(ahead), count_(count), between_(between), onward_(onward) {}
 
-    // One line of each of some rows, along these. In the `turn`-th of some turns, in which all 32
-    // rows of the next block are to be fetched.
+    // Fetches one line of each of some rows, along these, in the `turn`-th of some turns, which
+    // together fetch all 32 rows of the next block.
     static Fetch of_rows(const bf16* block, i64 step, i64 turn, i64 turns) {
         const i64 rows = std::max<i64>(4, (BLOCK + turns - 1) / turns);
         return {block + std::min(BLOCK - rows, BLOCK * turn / turns) * step, rows, step, DEPTH};
     }
 
-    // The same of rows that lie without gaps, as they lie: the processor then fetches ahead by
-    // itself. done: steps before, of as many turns for each 32 of the inner dimension.
+    // Fetches rows without gaps in memory order, in which the processor fetches ahead by itself.
+    // done: steps before this one, of as many turns for each 32 of the inner dimension.
     static Fetch in_order(const bf16* block, i64 done, i64 turns) {
         const i64 lines = (BLOCK + turns - 1) / turns;
         return {block + done * lines * DEPTH, lines, DEPTH, lines * DEPTH};
@@ -78,8 +80,8 @@ class Fetch {
     i64 count_, between_, onward_;
 };
 
-// c = a b + more, or c += a b + more, blocks of 32 x 32: a [32, inner] with a step from row to row,
-// b [inner / 2, 32, 2], c without gaps.
+// Computes c = a b + more, or c += a b + more, of blocks of 32 x 32: a [32, inner] with a step from
+// row to row, b [inner / 2, 32, 2], c without gaps.
 template <bool ADD, class Aside>
 void multiply_aside(i64 inner, const bf16* a, i64 a_step, const bf16* b, float* c, Aside aside,
                     const More& more) {
@@ -132,7 +134,7 @@ inline void run(bool adds, i64 inner, const bf16* a, i64 a_step, const bf16* b, 
     settle();
 }
 
-// A line of a result.
+// Writes a line of a result.
 class Lines {
   public:
     Lines(bf16* first, i64 step, i64 num_bytes)

@@ -1,6 +1,7 @@
 // Products of rows with the factors of LoRAs in bfloat16, by instructions that multiply pairs: the
-// same as `adapter_vectors.h` has for elements of any type. While a piece is multiplied the next
-// one is fetched: a factor is too short for the processor to see by itself what comes.
+// counterpart of `adapter_vectors.h`, which is for elements of any type. While a piece is
+// multiplied the next one is fetched: a factor is too short for the processor to fetch ahead by
+// itself.
 #pragma once
 
 #include "common/adapter_vectors.h"
@@ -12,7 +13,7 @@ namespace {
 // Pairs in a vector.
 const int PAIRS = 16;
 
-// The first elements, and zeros.
+// Loads the first elements, and zeros.
 inline __m512i load_elements(const bf16* x, i64 count) {
     return _mm512_maskz_loadu_epi16(count >= 32  ? 0xffffffffu
                                     : count <= 0 ? 0
@@ -24,7 +25,7 @@ inline __m512 add_products(__m512 total, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(total, (__m512bh)a, (__m512bh)b);
 }
 
-// Of two vectors, one after the other, every second element of 32 bits.
+// Returns every second element of 32 bits of two vectors, one after the other.
 inline __m512i evens(__m512i a, __m512i b) {
     const __m512i places =
         _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -37,7 +38,7 @@ inline __m512i odds(__m512i a, __m512i b) {
     return _mm512_permutex2var_epi32(a, places, b);
 }
 
-// Lane i: the sum of vector i, in an order that does not depend on i.
+// Returns the sum of vector i in lane i, in an order that does not depend on i.
 inline __m512 sums_of(const __m512 (&vectors)[16]) {
     __m512i sums[16];
     std::memcpy(sums, vectors, sizeof sums);
@@ -51,7 +52,7 @@ inline __m512 sums_of(const __m512 (&vectors)[16]) {
     return (__m512)sums[0];
 }
 
-// A matrix of 16 rows of COUNT elements of 32 bits, one after another -> its columns.
+// Transposes 16 rows of COUNT elements of 32 bits, one after another.
 template <int COUNT>
 inline void transpose(__m512i* rows) {
     if constexpr (COUNT > 1) {
@@ -68,7 +69,7 @@ inline void transpose(__m512i* rows) {
     }
 }
 
-// Sums of ROWS rows of x with up to RANKS rows of A. next: is fetched.
+// Computes the sums of ROWS rows of x with up to RANKS rows of A. next: is fetched meanwhile.
 template <int ROWS, int RANKS>
 void multiply(const Rows<bf16>& all, const Piece<bf16>& piece, i64 row, i64 rank, i64 count,
               const bf16* next) {
@@ -115,7 +116,7 @@ inline void to_narrow(const Rows<bf16>& all, const Piece<bf16>& piece) {
         multiply<1, STRIP>(all, piece, row, piece.start, end - piece.start, next);
 }
 
-// B's rows of up to 16 columns of y, COUNT pairs each -> [COUNT, 16 columns].
+// Arranges B's rows of up to 16 columns of y, COUNT pairs each, as [COUNT, 16 columns].
 template <int COUNT>
 inline void pairs_by_column(const bf16* b, i64 columns, __m512i* out) {
     __m512i pairs[COUNT];
@@ -126,7 +127,7 @@ inline void pairs_by_column(const bf16* b, i64 columns, __m512i* out) {
     std::memcpy(out, pairs, sizeof pairs);
 }
 
-// The same of any rank: up to 32 of a row at once.
+// The same for any rank: up to 32 elements of a row at once.
 inline void pairs_by_column(const bf16* b, i64 rank, i64 columns, __m512i* out) {
     for (i64 j = 0; j < rank; j += 32, out += PAIRS) {
         __m512i pairs[PAIRS];
@@ -138,14 +139,14 @@ inline void pairs_by_column(const bf16* b, i64 rank, i64 columns, __m512i* out) 
     }
 }
 
-// Of two vectors, in the order that is written: of `+`, and of what stands for it, GCC may choose
-// another
-// (-fassociative-math), and one row of an adapter would come out otherwise than several.
+// Adds two vectors in the written order. For `+`, and for the intrinsic that stands for it, GCC may
+// choose another order (-fassociative-math), and one row of an adapter would get other results than
+// several.
 inline __m512 sum_of_two(__m512 a, __m512 b) {
     return _mm512_add_round_ps(a, b, _MM_FROUND_CUR_DIRECTION);
 }
 
-// The sum of several vectors, neighbours first.
+// Returns the sum of several vectors, neighbours first.
 template <int COUNT>
 inline __m512 sum_of(const __m512* x) {
     if constexpr (COUNT == 1)
@@ -154,7 +155,7 @@ inline __m512 sum_of(const __m512* x) {
         return sum_of_two(sum_of<COUNT / 2>(x), sum_of<COUNT / 2>(x + COUNT / 2));
 }
 
-// Of neighbouring lanes the sum, neighbours first, until one vector is left of COUNT.
+// Adds neighbouring lanes, neighbours first, until one vector is left of COUNT.
 template <int COUNT>
 inline __m512 sum_of_lanes(__m512* x) {
     if constexpr (COUNT == 1) {
@@ -169,7 +170,7 @@ inline __m512 sum_of_lanes(__m512* x) {
     }
 }
 
-// COUNT pairs as often as they fit into a vector.
+// Repeats COUNT pairs as often as they fit into a vector.
 template <int COUNT>
 inline __m512i repeated(const bf16* pairs) {
     if constexpr (COUNT == 16) return _mm512_loadu_si512(pairs);
@@ -180,14 +181,14 @@ inline __m512i repeated(const bf16* pairs) {
         return _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i*)pairs));
 }
 
-// Up to 16 columns of a row of y.
+// Loads up to 16 columns of a row of y.
 inline void add_to_columns(bf16* y, __m512 sums, i64 columns) {
     sums = _mm512_add_ps(sums, (__m512)load_first(y, columns));
     _mm256_mask_storeu_epi16(y, (1u << columns) - 1, (__m256i)_mm512_cvtneps_pbh(sums));
 }
 
-// Columns of y += B (A x), of rank 2 COUNT. Sums are made of pairs, neighbours first, whether of
-// one row or of several.
+// Columns of y += B (A x), of rank 2 COUNT. Sums are of pairs, neighbours first, for one row as for
+// several.
 template <int COUNT>
 void from_narrow_pairs(const Rows<bf16>& all, const Piece<bf16>& piece) {
     const Site<bf16>& site = *piece.site;

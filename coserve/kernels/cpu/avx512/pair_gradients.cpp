@@ -1,6 +1,7 @@
-// dx = dy W of some rows in bfloat16, on processors whose instructions for sums of products of
-// pairs are faster than those for float32 (AMD's): pairs of rows of the weight become a right
-// factor, a block at a time, which stays in the second cache while all rows are multiplied with it.
+// Gradient dx = dy W of some rows in bfloat16, on processors whose instructions for sums of
+// products of pairs are faster than those for float32 (AMD's): pairs of rows of the weight are
+// arranged as a right factor, a block at a time, which stays in the second cache while all rows are
+// multiplied with it.
 //
 // Sums are float32, in an order that does not depend on how many rows there are.
 
@@ -10,13 +11,13 @@
 
 namespace {
 
-// Rows of the weight that become a right factor at once, columns of it that are multiplied at once,
-// and rows.
-const i64 BLOCK = 64, COLUMNS = 32, MOST_ROWS = 12;
+// Rows of the weight that are arranged at once, columns of it that are multiplied at once, and
+// rows.
+const i64 BLOCK = 64, COLUMNS = 32, MAX_ROWS = 12;
 
 thread_local Scratch scratch;
 
-// Two rows of 32 columns by turns: of the first 16 columns, then of the others.
+// Interleaves two rows of 32 columns: the first 16 columns, then the others.
 inline void interleave(const bf16* upper, const bf16* lower, bf16* out) {
     const __m512i one = _mm512_loadu_si512(upper), other = _mm512_loadu_si512(lower);
     const __m512i left = _mm512_inserti64x4(one, _mm512_castsi512_si256(other), 1);
@@ -27,7 +28,7 @@ inline void interleave(const bf16* upper, const bf16* lower, bf16* out) {
 
 typedef void (*Multiply)(int, const bf16*, i64, const bf16*, i64, float*, i64);
 
-template <bool ADD, int ROWS = MOST_ROWS>
+template <bool ADD, int ROWS = MAX_ROWS>
 inline Multiply multiply_of(i64 rows) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return multiply_of<ADD, ROWS - 1>(rows);
@@ -36,8 +37,8 @@ inline Multiply multiply_of(i64 rows) {
 
 }  // namespace
 
-// grad [n, outer] and x_grad [n, inner] with steps from row to row, weight [outer, inner]; outer
-// and inner are multiples of 32. adds: to what is in x_grad; rounded once.
+// Writes x_grad [n, inner] from grad [n, outer], with steps from row to row, and weight [outer,
+// inner]; outer and inner are multiples of 32. adds: adds to x_grad; rounded once.
 extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16* weight,
                                     bf16* x_grad, i64 x_step, i64 adds, i64 n, i64 inner, i64 outer,
                                     i64 num_threads) {
@@ -47,7 +48,7 @@ extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                   strips = inner / COLUMNS;
         const i64 first = strips * thread / threads * COLUMNS,
                   last = strips * (thread + 1) / threads * COLUMNS;
-        const i64 columns = last - first, groups = (n + MOST_ROWS - 1) / MOST_ROWS;
+        const i64 columns = last - first, groups = (n + MAX_ROWS - 1) / MAX_ROWS;
         float* sums = reinterpret_cast<float*>(
             scratch.take(n * columns * sizeof(float) + BLOCK * columns * sizeof(bf16)));
         bf16* right =
@@ -59,8 +60,8 @@ extern "C" void pair_input_gradient(const bf16* grad, i64 grad_step, const bf16*
                     const bf16* from = weight + (row + k) * inner + first + column;
                     interleave(from, from + inner, right + column * BLOCK + k * COLUMNS);
                 }
-            // The block after this one is fetched while this one is multiplied, some lines before
-            // each call, row by row.
+            // The next block is fetched while this one is multiplied: some lines before each call,
+            // row by row.
             const i64 lines = columns / COLUMNS, num_calls = lines * groups;
             i64 next_row = row + BLOCK, line = 0, call = 0;
             auto fetch = [&](i64 until) {

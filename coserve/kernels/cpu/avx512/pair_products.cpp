@@ -1,6 +1,6 @@
-// y = (x W^T) s + b of few rows in bfloat16, on processors whose instructions for sums of products
-// of pairs are faster than those for float32 (AMD's): the weight is read once, as it lies. W is
-// bfloat16, without s, or int8 with a scale per output channel: its whole numbers are exact in
+// Product y = (x W^T) s + b of few rows in bfloat16, on processors whose instructions for sums of
+// products of pairs are faster than those for float32 (AMD's). The weight is read once, as it lies.
+// W is bfloat16, without s, or int8 with a scale per output channel: its whole numbers are exact in
 // bfloat16.
 //
 // Sums are float32, in an order that does not depend on how many rows there are. Numbers below
@@ -19,10 +19,10 @@ using vectors::Floats;
 
 // Elements of a row that one instruction multiplies.
 const i64 WIDTH = 32;
-// More rows go in groups of as nearly equal sizes as can be.
-const i64 MOST_ROWS = 8;
-// Of x, with which a weight that is converted stays in registers.
-const i64 MOST_IN_REGISTERS = 4;
+// Rows of a group. More rows are divided into groups of nearly equal sizes.
+const i64 MAX_ROWS = 8;
+// Rows of x with which a weight that is converted stays in registers.
+const i64 MAX_IN_REGISTERS = 4;
 
 thread_local Scratch own_scratch;
 
@@ -66,8 +66,8 @@ struct Problem {
     bf16* y;
     i64 n, inner, outer;
 
-    // What follows the channels in the weight is fetched meanwhile, line by line in the order of
-    // memory: many rows at once, each from its own place, come at half the speed.
+    // Meanwhile fetches what follows the channels in the weight, line by line in the order of
+    // memory: many rows at once, each from its own place, arrive at half the speed.
     template <int ROWS, int COUNT, bool FETCHES, typename From>
     void run(i64 row, i64 channel, const From* from, i64 from_step) const {
         const i64 step_bytes = COUNT * WIDTH * sizeof(W), line_bytes = 64;
@@ -97,7 +97,7 @@ struct Problem {
         i64 k = 0;
         for (; k + WIDTH <= inner; k += WIDTH) add(k, ~__mmask32(0));
         if (k < inner) add(k, mask_of(inner - k));
-        // A copy: whose address is taken is not kept in registers.
+        // A copy, since variables whose address is taken are not kept in registers.
         Floats ended[ROWS * COUNT];
 #pragma GCC unroll 32
         for (int i = 0; i < ROWS * COUNT; i++) ended[i] = totals[i];
@@ -112,7 +112,7 @@ struct Problem {
             }
     }
 
-    template <int COUNT, int ROWS = MOST_ROWS, typename From>
+    template <int COUNT, int ROWS = MAX_ROWS, typename From>
     void run_rows(i64 rows, i64 row, i64 channel, const From* from, i64 from_step) const {
         if constexpr (ROWS > 1)
             if (rows < ROWS) return run_rows<COUNT, ROWS - 1>(rows, row, channel, from, from_step);
@@ -120,22 +120,23 @@ struct Problem {
             : run<ROWS, COUNT, true>(row, channel, from, from_step);
     }
 
-    // All rows, in groups, with the same channels.
+    // Multiplies all rows, in groups, with the same channels.
     template <int COUNT, typename From>
     void run_groups(i64 channel, const From* from, i64 from_step) const {
-        const i64 groups = (n + MOST_ROWS - 1) / MOST_ROWS;
+        const i64 groups = (n + MAX_ROWS - 1) / MAX_ROWS;
         for (i64 group = 0; group < groups; group++) {
             const i64 row = n * group / groups;
             run_rows<COUNT>(n * (group + 1) / groups - row, row, channel, from, from_step);
         }
     }
 
-    // Whole numbers become bfloat16 in registers for few rows, and once for all groups of more.
+    // Whole numbers are converted to bfloat16 in registers for few rows, and once for all groups of
+    // more.
     template <int COUNT>
     void run_at(i64 channel) const {
         const W* own = weight + channel * inner;
         if constexpr (std::is_same_v<W, bf16>) return run_groups<COUNT>(channel, own, inner);
-        if (n <= MOST_IN_REGISTERS) return run_groups<COUNT>(channel, own, inner);
+        if (n <= MAX_IN_REGISTERS) return run_groups<COUNT>(channel, own, inner);
         const i64 step = round_up(inner, WIDTH);
         bf16* made = reinterpret_cast<bf16*>(own_scratch.take(COUNT * step * sizeof(bf16)));
         for (int c = 0; c < COUNT; c++)
@@ -157,11 +158,11 @@ struct Problem {
         {
             const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
             const i64 first = outer * thread / threads, last = outer * (thread + 1) / threads;
-            // One channel alone comes as fast as memory gives it; several share what is loaded of
-            // more rows of x.
+            // One channel alone arrives as fast as memory allows; several channels share the loads
+            // of more rows of x.
             if (n <= 2)
                 run_channels<1>(first, last);
-            else if (n <= MOST_IN_REGISTERS)
+            else if (n <= MAX_IN_REGISTERS)
                 run_channels<4>(first, last);
             else
                 run_channels<3>(first, last);
@@ -171,14 +172,14 @@ struct Problem {
 
 }  // namespace
 
-// x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or null, y [n,
-// outer].
+// Writes y [n, outer] from x [n, inner] with a step from row to row, weight [outer, inner] and bias
+// [outer] or null.
 extern "C" void pair_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
                              bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     Problem<bf16>{x, x_step, weight, nullptr, bias, y, n, inner, outer}.run_all(num_threads);
 }
 
-// The same; scales [outer].
+// The same with int8 weights and scales [outer].
 extern "C" void int8_pair_product(const bf16* x, i64 x_step, const int8_t* weight,
                                   const float* scales, const bf16* bias, bf16* y, i64 n, i64 inner,
                                   i64 outer, i64 num_threads) {

@@ -1,5 +1,5 @@
 // Products of rows with the factors of LoRAs, a piece at a time: vectors of float32, for elements
-// of any type. For bfloat16, where there are instructions for it, see `adapter_pairs.h`.
+// of any type. `adapter_pairs.h` has those for bfloat16, where there are instructions for it.
 #pragma once
 
 #include "common/vector_products.h"
@@ -18,7 +18,7 @@ inline Floats load(const bf16* x) {
     return (Floats)(__builtin_convertvector(bits, vectors::Words) << 16);
 }
 
-// The first elements, and zeros.
+// Loads the first elements, and zeros.
 template <typename T>
 inline Floats load_first(const T* x, i64 count) {
     if (count >= LANES) return load(x);
@@ -40,7 +40,7 @@ inline Floats load_first(const bf16* x, i64 count) {
 }
 #endif
 
-// In one order, wherever the compiler puts it.
+// Adds in one order, wherever the compiler puts it.
 inline float sum_of(Floats x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2) {
@@ -51,7 +51,7 @@ inline float sum_of(Floats x) {
     return x[0];
 }
 
-// Rows become columns: halves of the square change places, then halves of these, and so on.
+// Transposes rows: halves of the square change places, then halves of these, and so on.
 inline void transpose(Floats (&square)[LANES]) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2) {
@@ -70,7 +70,7 @@ inline void transpose(Floats (&square)[LANES]) {
     }
 }
 
-// What an adapter has at a site, as Python writes it down; rank 0: nothing.
+// An adapter at a site, as Python writes it; rank 0: it adds nothing.
 template <typename T>
 struct Factors {
     const T* a;  // [rank, inner]
@@ -79,7 +79,7 @@ struct Factors {
     double scale;
     T* narrow;  // where what B multiplies is kept [rows of the adapter, rank], or null
     // Dropout of x: keys of the adapter's rows, the number of the part of the model, a salt, and
-    // with what probability.
+    // the probability of dropping a feature.
     const i64* row_ids;
     i64 part, salt;
     double p;
@@ -93,7 +93,7 @@ struct Site {
     i64 step, outer;
 };
 
-// Rows of A, and columns of y, of which one thread makes the results.
+// Rows of A, and columns of y, whose results one thread computes.
 const i64 STRIP = 8, COLUMNS = 4 * LANES;
 
 // What all pieces of a call share.
@@ -107,7 +107,7 @@ struct Rows {
 };
 
 // Rows first to last of an adapter, in the order of `rows`; rows of A or columns of y from `start`
-// on; where the site's sums stand in a row of `narrow`; the factors that the same thread reads
+// on; the place of the site's sums in a row of `narrow`; and the factors that the same thread reads
 // next.
 template <typename T>
 struct Piece {
@@ -119,7 +119,7 @@ struct Piece {
 
 thread_local Scratch own_scratch;
 
-// Sums of ROWS rows of x with RANKS rows of A.
+// Computes the sums of ROWS rows of x with RANKS rows of A.
 template <int ROWS, int RANKS, typename T>
 void multiply(const Rows<T>& all, const Piece<T>& piece, i64 row, i64 rank) {
     Floats totals[RANKS][ROWS] = {};
@@ -155,7 +155,7 @@ void multiply_rows(const Rows<T>& all, const Piece<T>& piece, i64 row) {
     for (; rank < end; rank++) multiply<ROWS, 1>(all, piece, row, rank);
 }
 
-// A piece of the sums A x.
+// Computes a piece of the sums A x.
 template <typename T>
 void to_narrow(const Rows<T>& all, const Piece<T>& piece) {
     i64 row = piece.first;

@@ -1,10 +1,10 @@
-// What LoRAs add to sites that read the same rows, each row with its own adapter: y += scale B (A
-// x) (arXiv 2106.09685).
+// LoRAs at sites that read the same rows, each row with its own adapter: y += scale B (A x) (arXiv
+// 2106.09685).
 //
-// One call for any number of adapters, of any ranks, of which each sits at all of the sites or at
-// some; factors are read where they lie. Sums are float32, in an order that depends neither on
+// One call for any number of adapters, of any ranks, each of which sits at all of the sites or at
+// some. Factors are read where they lie. Sums are float32, in an order that depends neither on
 // other rows nor on the number of threads. An adapter of many rows may go through the tiles of
-// `low_rank.cpp` instead, and one that is trained may drop features of its rows, which are
+// `low_rank.cpp` instead. An adapter that is trained may drop features of its rows, which are
 // neighbours.
 
 #include <vector>
@@ -19,7 +19,7 @@ namespace {
 // Rows that are multiplied while a part of the factors stays in a core's cache.
 const i64 BLOCK = 32;
 
-// What is done for rows that a factor is read for, in terms of one row.
+// Cost of reading a factor for some rows, relative to the work for one row.
 const i64 READING = 4;
 
 // A thread's part of work that comes in pieces of different costs.
@@ -100,7 +100,7 @@ class Batch {
         return table_[adapter * table_step_ + site];
     }
 
-    // What B multiplies, for those who keep it.
+    // Stores the input of B, for adapters that keep it.
     void keep() const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
             for (i64 site = 0, place = 0; site < num_sites_;
@@ -118,8 +118,8 @@ class Batch {
                        : piece.factors->b + piece.start * piece.factors->rank;
     }
 
-    // Calls with the first piece of each adapter's rows at each site, the cost of a row of A, or
-    // column of y, and the number of these.
+    // Calls with the first piece of each adapter's rows at each site, the cost of a row of A or
+    // column of y, and their number.
     template <typename Function>
     void each_group(bool is_down, Function function) const {
         for (i64 adapter = 0, first = 0; adapter < num_adapters_; first = ends_[adapter++])
@@ -138,7 +138,7 @@ class Batch {
             }
     }
 
-    // The pieces of this thread, after what is there.
+    // Appends the pieces of this thread.
     void take_part(bool is_down, Part part, std::vector<Piece<T>>& pieces) const {
         each_group(is_down, [&](Piece<T> piece, i64 cost, i64 end) {
             if (part.passes(cost * end)) return;
@@ -157,7 +157,8 @@ class Batch {
     const std::vector<bool>& are_done_;
 };
 
-// Elements of the wide tensor below which a second thread takes longer to begin than it helps.
+// Minimum elements of the wide tensor per call for a second thread: it takes longer to begin than
+// it helps with fewer.
 const i64 ONE_THREAD_ELEMENTS = 1 << 13;
 
 thread_local std::vector<bool> are_done;
@@ -172,7 +173,7 @@ bool are_neighbours(const i64* rows, i64 count) {
 #ifdef HAS_TILES
 thread_local Scratch gathered_scratch, sums_scratch;
 
-// Of these rows of a matrix -> one after another, or back from there.
+// Copies these rows of a matrix side by side, or back from there.
 template <bool BACK>
 void copy_rows(bf16* x, i64 step, i64 width, const i64* rows, i64 n, bf16* gathered,
                i64 num_threads) {
@@ -186,15 +187,15 @@ void copy_rows(bf16* x, i64 step, i64 width, const i64* rows, i64 n, bf16* gathe
 }
 #endif
 
-// The same for one adapter's n rows by tiles; whether they are for its ranks and these widths. Rows
-// that are no neighbours are copied side by side.
+// Adds one adapter's n rows by tiles; returns whether they are for its ranks and these widths. Rows
+// that are not neighbours are copied side by side.
 bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n,
                   const Factors<bf16>* table, const Site<bf16>* sites, i64 num_sites,
                   i64 num_threads) {
 #ifdef HAS_TILES
-    const i64 MOST_RANK = 64, BLOCK = 32;
+    const i64 MAX_RANK = 64, BLOCK = 32;
     for (i64 site = 0; site < num_sites; site++)
-        if (table[site].rank > MOST_RANK || inner % BLOCK || sites[site].outer % BLOCK)
+        if (table[site].rank > MAX_RANK || inner % BLOCK || sites[site].outer % BLOCK)
             return false;
     auto threads = [=](i64 width) { return n * width <= ONE_THREAD_ELEMENTS ? 1 : num_threads; };
     const bool are_apart = !are_neighbours(rows, n);
@@ -244,7 +245,7 @@ bool add_in_tiles(const float*, i64, i64, const i64*, i64, const Factors<float>*
     return false;
 }
 
-// The same for n neighbours by tiles if there are many, by vectors otherwise.
+// Adds n neighbours by tiles if there are many, by vectors otherwise.
 template <typename T>
 void add_neighbours(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n,
                     const Factors<T>* table, const Site<T>* sites, i64 num_sites, i64 many_rows,
@@ -256,7 +257,7 @@ void add_neighbours(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n,
     Batch<T>(x, x_step, inner, rows, &n, 1, table, 0, sites, num_sites, is_done).run(num_threads);
 }
 
-// The same for n neighbours, of which each site drops other features.
+// Adds n neighbours, of which each site drops other features.
 template <typename T>
 void add_dropped(const T* x, i64 x_step, i64 inner, const i64* rows, i64 n, const Factors<T>* table,
                  const Site<T>* sites, i64 num_sites, i64 many_rows, i64 num_threads) {
@@ -285,10 +286,10 @@ bool drops(const Factors<T>* table, i64 num_sites) {
 
 }  // namespace
 
-// x [.., inner] with a step from row to row. rows: which of its rows have an adapter, adapter by
-// adapter; ends [num_adapters]: where each adapter's end. table: Factors of the sites, by adapter,
-// which stand table_step factors apart. sites: address, step from row to row, and width of the
-// outputs. many_rows: from how many rows on an adapter's go through tiles, where they can.
+// x [.., inner] with a step from row to row. rows: its rows that have an adapter, adapter by
+// adapter; ends [num_adapters]: ends of each adapter's. table: Factors of the sites, by adapter,
+// table_step factors apart. sites: address, step from row to row, and width of the outputs.
+// many_rows: minimum number of an adapter's rows that go through tiles, where they can.
 extern "C" void add_adapters(const void* x, i64 x_step, i64 inner, const i64* rows, const i64* ends,
                              i64 num_adapters, const i64* table, i64 table_step, const i64* sites,
                              i64 num_sites, i64 many_rows, i64 is_bfloat16, i64 num_threads) {

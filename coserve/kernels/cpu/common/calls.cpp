@@ -1,5 +1,5 @@
-// Runs a list of calls of kernels, as `trace.py` writes it down: what a Python function for each
-// would take, a decode step of a small model has not.
+// Runs a list of calls of kernels, as `trace.py` writes it. A decode step of a small model has no
+// time for a Python function for each.
 
 #include <chrono>
 #include <utility>
@@ -18,7 +18,7 @@ enum Kind : i64 {
 // Numbers of the step that every list reads.
 enum { NUM_ROWS, MEMORY };
 
-const int MOST_ARGUMENTS = 64;
+const int MAX_ARGUMENTS = 64;
 
 template <typename T>
 T as(i64 bits) {
@@ -86,7 +86,8 @@ const Kernel KERNELS[] = {
 
 }  // namespace
 
-// Each row to its entry of a page: x [n, row_bytes], pages and offsets [n]; all steps in bytes.
+// Copies each row to its entry of a page: x [n, row_bytes], pages and offsets [n]; all steps in
+// bytes.
 extern "C" void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64* pages,
                            const i64* offsets, i64 num_rows, i64 row_bytes) {
     for (i64 i = 0; i < num_rows; i++)
@@ -94,8 +95,8 @@ extern "C" void store_rows(const void* x, i64 x_step, void* store, i64 page_step
                     static_cast<const char*>(x) + i * x_step, row_bytes);
 }
 
-// The numbers by which lists call kernels: of those that `names` has, separated by spaces; -1 for
-// one that is not there.
+// Writes the numbers by which lists call kernels, for each name in `names`, separated by spaces; -1
+// for a kernel that was not compiled.
 extern "C" void kernel_numbers(const char* names, i64* numbers) {
     const char* start = names;
     for (i64 i = 0; *start; i++) {
@@ -111,13 +112,13 @@ extern "C" void kernel_numbers(const char* names, i64* numbers) {
 }
 
 // calls: for each its kernel, the number of its arguments, and three numbers for each of them.
-// step: the step's numbers. nanoseconds: what each call took, or null.
+// step: the step's numbers. nanoseconds: where the time of each call is written, or null.
 extern "C" void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds) {
     for (i64 call = 0; call < num_calls; call++) {
         const Kernel& kernel = KERNELS[*calls++];
         const i64 count = *calls++;
-        i64 arguments[MOST_ARGUMENTS];
-        if (count > MOST_ARGUMENTS) std::abort();
+        i64 arguments[MAX_ARGUMENTS];
+        if (count > MAX_ARGUMENTS) std::abort();
         for (i64 i = 0; i < count; i++, calls += 3) {
             const i64 a = calls[1], b = calls[2];
             arguments[i] = calls[0] == CONSTANT ? b

@@ -2,8 +2,8 @@
 //
 // Ranks meet in epochs: each writes its part into a buffer of its own, publishes the epoch, and
 // waits until all others have. A rank uses its two buffers in turn. Before it writes one again,
-// every rank has published the epoch after that buffer's, so every rank has read it. What lies
-// where in the arena is stated in `kernels/groups/_arena.py`, too.
+// every rank has published the epoch after that buffer's, so every rank has read it.
+// `kernels/groups/_arena.py` states the same layout of the arena.
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -22,13 +22,13 @@ namespace {
 
 const i64 PAGE = 4096, LINE = 64;
 const i64 MAX_RANKS = 64;
-// Sums of more bytes are made in two phases: each rank adds one slice, and all ranks copy the
-// others'.
+// Minimum number of bytes of sums that are computed in two phases: each rank adds one slice, and
+// all ranks copy the others'.
 const i64 MAX_BYTES_AT_ONCE = 64 << 10;
 // How long a rank spins, and then yields its core again and again, before it sleeps. Sleeping costs
 // some 50 us, and ranks of one step arrive tens of microseconds after each other.
 const i64 SPIN_NS = 5'000, YIELD_NS = 1'000'000;
-// How long a rank sleeps before it looks whether the others are still there.
+// How long a rank sleeps before it checks whether the others are still there.
 const i64 SLEEP_NS = 10'000'000;
 
 enum Outcome : i64 { COMPLETE, FAILED, GONE, LATE, DIFFERENT };
@@ -38,7 +38,7 @@ struct Process {
     i64 pid, pidfd;
 };
 
-// A rank's own state, as Python makes it (`RankState` in `_arena.py`).
+// A rank's own state, as Python creates it (`ArenaRankState` in `_arena.py`).
 struct Rank {
     char* arena;
     i64 rank, size, buffer_bytes;
@@ -166,13 +166,13 @@ bool meet(Rank& g, i64 word) {
 
 bool begin(Rank& g) { return !g.outcome && (!has_failed(g) || end(g, FAILED)); }
 
-// Which collective it is, so that ranks at different ones notice.
+// Returns a number for the collective, by which ranks at different ones notice that.
 enum Kind : i64 { SUM, GATHER, AGREE };
 i64 word_of(Kind kind, i64 type, i64 num_bytes, i64 digest) {
     return digest << 32 ^ num_bytes << 6 ^ type << 3 ^ kind;
 }
 
-// In the order of the ranks, in float32, rounded once. `out` may be one of the parts.
+// Adds in the order of the ranks, in float32, rounded once. `out` may be one of the parts.
 template <typename T>
 void add_parts(const T* const* parts, i64 size, T* out, i64 n) {
     if (size == 2) {
@@ -212,7 +212,7 @@ bool sum_in_two_phases(Rank& g, const T* x, T* y, i64 n, i64 word) {
     const i64 slice = round_up((n + g.size - 1) / g.size, LINE);
     auto first = [&](i64 rank) { return std::min(n, rank * slice); };
     const i64 start = first(g.rank), stop = first(g.rank + 1), epoch = g.epoch;
-    // Nobody reads this rank's own slice of what it writes.
+    // No rank reads its own slice of what it writes.
     T* own = reinterpret_cast<T*>(buffer(g, g.rank, epoch));
     std::memcpy(own, x, start * sizeof(T));
     std::memcpy(own + stop, x + stop, (n - stop) * sizeof(T));

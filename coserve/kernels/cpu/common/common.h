@@ -1,4 +1,4 @@
-// What the kernels share: bfloat16, exponentials, memory for a thread's work.
+// Parts that all kernels share: bfloat16, exponentials, memory for a thread's work.
 #pragma once
 
 #include <omp.h>
@@ -9,8 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 
-// What the compiler may use: products of tiles of bfloat16 (`tiles.h`), by AMX or by AVX-512's
-// instructions for pairs.
+// Instructions that the compiler may use: products of tiles of bfloat16 (`tiles.h`), by AMX or by
+// AVX-512's instructions for pairs.
 #if defined(__AVX512BF16__)
 #define HAS_TILES
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -22,7 +22,7 @@
 
 typedef int64_t i64;
 
-// What turns a power of e into one of 2, and back.
+// Factors between powers of e and powers of 2.
 const float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
 struct bf16 {
@@ -40,7 +40,7 @@ static inline float widen(bf16 x) {
 
 static inline void narrow(float x, float& out) { out = x; }
 
-// To the nearest, ties to even, as PyTorch rounds; a NaN stays one.
+// Rounds to the nearest, ties to even, as PyTorch does; a NaN stays one.
 static inline void narrow(float x, bf16& out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -57,13 +57,13 @@ static inline float rounded(float x) {
 
 static inline i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
 
-// Memory that a thread uses again at its next call: taking it anew would cost as much as some
-// kernels do.
+// Memory that a thread reuses at its next call: allocating it again would cost as much as some
+// kernels.
 class Scratch {
   public:
     ~Scratch() { std::free(start_); }
 
-    // Aligned to a cache line, its content undefined.
+    // Returns memory that is aligned to a page, its content undefined.
     char* take(size_t num_bytes) {
         if (num_bytes > size_) {
             std::free(start_);
@@ -78,10 +78,10 @@ class Scratch {
         return start_;
     }
 
-    // What is large is not kept.
+    // Frees the memory if it is large.
     void give_back_large() {
-        const size_t MOST_KEPT = 64 << 20;
-        if (size_ <= MOST_KEPT) return;
+        const size_t MAX_KEPT = 64 << 20;
+        if (size_ <= MAX_KEPT) return;
         std::free(start_);
         start_ = nullptr, size_ = 0;
     }

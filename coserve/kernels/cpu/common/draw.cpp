@@ -1,5 +1,6 @@
-// Drawing a place of each row of scores: among all, or among the likeliest. Nothing is sorted: how
-// small a weight may be is found by bisection over the bits of a float, on ever fewer of them.
+// Draws a place of each row of scores: among all, or among the likeliest. Nothing is sorted: the
+// smallest weight that is kept is found by bisection over the bits of a float, on ever fewer
+// weights.
 
 // As written: sums have an order.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
@@ -14,7 +15,7 @@
 
 namespace {
 
-// Weights whose sum is float32; these sums are added up as doubles.
+// Number of weights whose sum is float32; these sums are added up as doubles.
 const i64 CHUNK = 1024;
 
 thread_local Scratch scratch;
@@ -36,7 +37,7 @@ inline float of_bits(int32_t bits) {
     return x;
 }
 
-// Of the weights from `least` on, and below `end`.
+// Sum of the weights from `least` on, and below `end`.
 Part between(float least, float end, const float* weights, i64 n) {
     Part all = {0, 0};
     for (i64 start = 0; start < n; start += CHUNK) {
@@ -51,15 +52,15 @@ Part between(float least, float end, const float* weights, i64 n) {
     return all;
 }
 
-// What is kept of a row: all weights above `least`, and the first `num_ties` that are equal to it.
+// The kept part of a row: all weights above `least`, and the first `num_ties` that are equal to it.
 struct Kept {
     float least;
     i64 num_ties;
     double sum;
 };
 
-// The likeliest weights, up to the first with which `is_enough(number, sum)`. `others` [n] is used
-// up.
+// Returns the likeliest weights, up to the first with which `is_enough(number, sum)`. Overwrites
+// `others` [n].
 template <typename IsEnough>
 Kept likeliest(const float* weights, i64 n, float* others, i64& num_equal, Part& above,
                IsEnough is_enough) {
@@ -148,7 +149,7 @@ i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_
             if (sum > target) return start + i;
         }
     }
-    // These sums were rounded otherwise: it is the last.
+    // These sums were rounded in another order: it is the last place.
     for (i64 i = n - 1; i >= 0; i--)
         if (weights[i] > std::max(kept.least, 0.0f)) return i;
     return std::find(weights, weights + n, kept.least) - weights;
@@ -156,10 +157,10 @@ i64 draw_from(const float* scores, i64 n, double uniform, i64 top_k, double top_
 
 }  // namespace
 
-// scores [n, vocabulary] with a step from row to row, uniform, top_k, top_p [n] -> tokens [n]: the
-// first place at which the cumulative probability of what is kept exceeds its share of uniform.
-// top_k: of the likeliest, all if not above 0; top_p: of these as few as have that probability
-// together.
+// Writes tokens [n], from scores [n, vocabulary] with a step from row to row and uniform, top_k,
+// top_p [n]: the first place at which the cumulative probability of the kept places exceeds its
+// share of uniform. top_k: number of the likeliest that are kept, all if not above 0; top_p:
+// probability of which the fewest of these are kept.
 extern "C" void draw(const float* scores, i64 step, const double* uniform, const i64* top_k,
                      const double* top_p, i64* tokens, i64 n, i64 vocabulary, i64 num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(int(std::min(n, num_threads)))

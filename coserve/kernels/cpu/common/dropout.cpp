@@ -1,4 +1,4 @@
-// Dropout whose mask is made where it is needed: nothing of it is kept.
+// Dropout whose mask is computed where it is needed, and never stored.
 #ifdef __AVX512F__  // GCC would use half of each register
 #pragma GCC target("prefer-vector-width=512")
 #endif
@@ -7,11 +7,11 @@
 
 #include "kernels.h"
 
-// Elements below which one thread does them all: another one takes longer to begin than it helps.
+// Number of elements below which one thread is used: another takes longer to begin than it helps.
 static const i64 MIN_SHARED_ELEMENTS = 32768;
 
-// y [n, width] = x without the features that its rows drop, scaled up for them. x [n, width] with a
-// step from row to row; keys: int64 [n], of which the low half counts.
+// Writes y [n, width]: x without the features that its rows drop, scaled up for them. x [n, width]
+// with a step from row to row; keys: int64 [n], of which the low half counts.
 extern "C" void drop_features(const void* x, i64 x_step, const i64* keys, i64 salt, double p,
                               void* y, i64 n, i64 width, i64 is_bfloat16, i64 num_threads) {
     const Dropout dropout(width, salt, p);

@@ -1,5 +1,5 @@
-// Which features rows drop: a pure function of a row's key, the feature and a salt, bit by bit that
-// of `kernels/dropout.py`.
+// The features that rows drop: a pure function of a row's key, the feature and a salt, bit by bit
+// that of `kernels/dropout.py`.
 #pragma once
 
 #include "common/common.h"
@@ -11,15 +11,15 @@ inline uint32_t mixed(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// A row's key for one part of a model.
+// Returns a row's key for one part of a model.
 inline uint32_t key_of_part(uint32_t key, i64 part) {
     return mixed(key + uint32_t(part) * 0x9e3779b1u);
 }
 
 namespace {
 
-// A place of a model that drops features, each with probability p; one at a time in a thread, whose
-// memory it uses.
+// A place of a model that drops features, each with probability p. A thread has one at a time,
+// whose memory is the thread's.
 class Dropout {
   public:
     Dropout(i64 width, i64 salt, double p)
@@ -28,13 +28,13 @@ class Dropout {
         for (i64 i = 0; i < width; i++) features_[i] = mixed(uint32_t(i) + uint32_t(salt));
     }
 
-    // y = what stays of x, scaled up for what is dropped; both of this place's width.
+    // Writes to y what stays of x, scaled up for what is dropped; both of this place's width.
     void apply(const float* x, uint32_t key, float* y) const {
         const Dropout here = *this;  // in registers, whatever y may be
         for (i64 i = 0; i < here.width_; i++) y[i] = x[i] * here.factor(key, i);
     }
 
-    // In numbers, which the compiler makes vectors of.
+    // Numbers that the compiler combines to vectors.
     void apply(const bf16* x, uint32_t key, bf16* y) const {
         const Dropout here = *this;
         const auto* bits = reinterpret_cast<const uint16_t*>(x);

@@ -1,5 +1,5 @@
-// y = (x W^T) s + b of few rows, with W in int8 and a scale s per output channel: the time is that
-// of reading W once. Many rows are better multiplied by a library with a dense weight, which
+// Product y = (x W^T) s + b of few rows, with W in int8 and a scale s per output channel, in the
+// time of reading W once. Many rows are better multiplied by a library with a dense weight, which
 // `int8_to_bfloat16` makes, a tile at a time.
 
 #include "common/vector_products.h"
@@ -10,8 +10,8 @@ thread_local Scratch shared_scratch;
 
 }  // namespace
 
-// x [n, inner] with a step from row to row, weight [outer, inner], scales [outer], bias [outer] or
-// null, y [n, outer].
+// Writes y [n, outer] from x [n, inner] with a step from row to row, weight [outer, inner], scales
+// [outer] and bias [outer] or null.
 #define INT8_PRODUCT(name, T)                                                                      \
     extern "C" void name(const T* x, i64 x_step, const int8_t* weight, const float* scales,        \
                          const T* bias, T* y, i64 n, i64 inner, i64 outer, i64 num_threads) {      \
@@ -21,7 +21,7 @@ thread_local Scratch shared_scratch;
 INT8_PRODUCT(int8_product_bfloat16, bf16)
 INT8_PRODUCT(int8_product_float32, float)
 
-// values [rows, columns], scales [rows] -> values * scales, rounded, as rows of out.
+// Writes values * scales, rounded, as rows of out; values [rows, columns], scales [rows].
 extern "C" void int8_to_bfloat16(const int8_t* values, const float* scales, bf16* out, i64 rows,
                                  i64 columns, i64 num_threads) {
 #pragma omp parallel for num_threads(num_threads)

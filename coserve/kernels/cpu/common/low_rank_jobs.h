@@ -1,12 +1,11 @@
-// Rows of several adapters at once, for the products with their factors of low rank: one call,
-// however many there are.
+// Jobs of products with factors of low rank: rows of any number of adapters in one call.
 #pragma once
 
 #include "kernels.h"
 
 namespace low_rank {
 
-// One adapter's rows, as Python has them. All adapters of a call have factors of one shape.
+// One adapter's rows, as Python passes them. All adapters of a call have factors of one shape.
 struct Job {
     bf16* wide;  // [n, width], with a step from row to row
     i64 wide_step;
@@ -23,13 +22,13 @@ static_assert(sizeof(Job) == 6 * sizeof(i64), "as Python has them");
 inline const Job* jobs_of(const i64* table) { return reinterpret_cast<const Job*>(table); }
 inline const i64* table_of(const Job& job) { return reinterpret_cast<const i64*>(&job); }
 
-// A part of this many things.
+// One thread's part of a number of things.
 struct Part {
     i64 start, end;
 
     static Part all(i64 count) { return {0, count}; }
 
-    // This thread's.
+    // This thread's part.
     static Part own(i64 count) {
         const i64 thread = omp_get_thread_num(), threads = omp_get_num_threads();
         return {count * thread / threads, count * (thread + 1) / threads};
@@ -44,10 +43,10 @@ inline i64 count_strips(const Job* jobs, i64 num_jobs, i64 strip) {
     return count;
 }
 
-// Divides the jobs' rows among threads, in whole strips. arrange(job, blocks, room): that part of a
-// job's factor, of `num_blocks`, in an order of the kernel's own; run(job, rows, room): the product
-// of these of its rows. Several jobs' factors are arranged by each thread that has rows of theirs,
-// one job's by all together.
+// Divides the jobs' rows among threads, in whole strips. arrange(job, blocks, room) arranges that
+// part of a job's factor, of `num_blocks`, as the kernel reads it; run(job, rows, room) multiplies
+// some of its rows. With several jobs each thread arranges the factors that it needs; one job's
+// factor is arranged by all threads together.
 template <typename T, typename Arrange, typename Run>
 void for_strips(const Job* jobs, i64 num_jobs, i64 strip, i64 num_blocks, i64 num_elements,
                 i64 num_threads, Arrange arrange, Run run) {

@@ -1,5 +1,5 @@
 // Attention of rows that are each the last of a sequence of its own (`paged_attention.h`), by
-// vectors: of any shape that there is a kernel for at all.
+// vectors: for every shape that has a kernel at all.
 
 #include "common/paged_attention.h"
 
@@ -17,7 +17,7 @@ const int LANES = 8;
 #else
 const int LANES = 4;
 #endif
-const int MOST_HEADS = 8;  // query heads at once
+const int MAX_HEADS = 8;  // query heads at once
 const int AHEAD = 24;      // by how many keys they are asked for before they are read
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
@@ -45,8 +45,8 @@ inline Floats load(const bf16* x) {
 
 inline void store(float* x, Floats values) { std::memcpy(x, &values, sizeof values); }
 
-// Of lanes whose number has the bit HALF the second's sums, of the others the first's: of a lane
-// and its partner, whose number differs in that bit.
+// In lanes whose number has the bit HALF, returns the second's sums, in the others the first's: of
+// a lane and its partner, whose number differs in that bit.
 template <int HALF, int... LANE>
 inline Floats folded(Floats first, Floats second, std::integer_sequence<int, LANE...>) {
     const Ints own = {(LANE & HALF ? LANES : 0) + LANE...},
@@ -54,7 +54,7 @@ inline Floats folded(Floats first, Floats second, std::integer_sequence<int, LAN
     return __builtin_shuffle(first, second, own) + __builtin_shuffle(first, second, partner);
 }
 
-// The sum of each of several vectors, `LANES / COUNT` times over.
+// Returns the sum of each of several vectors, `LANES / COUNT` times over.
 template <int COUNT>
 inline Floats sums_of(const Floats* x) {
     if constexpr (COUNT == 1) {
@@ -68,7 +68,7 @@ inline Floats sums_of(const Floats* x) {
     }
 }
 
-// 2^x for x <= 0, to 2e-7 of it; nearly 0 for x below -126.
+// Returns 2^x for x <= 0, to 2e-7 of it; nearly 0 for x below -126.
 inline Floats exp2_below_0(Floats x) {
     const Floats least = Floats{} - 126.0f;
     x = x < least ? least : x;
@@ -98,7 +98,7 @@ class Worker {
         scores_ = q_ + q;
     }
 
-    // Of these key heads; `next`: the chunk that comes then, or null.
+    // Attends with these key heads. next: the chunk after this one, or null.
     void attend(const Chunk& chunk, const Chunk* next, i64 first_head, i64 end_head,
                 const Partial& partial) {
         const i64 start = first_head * group_, end = end_head * group_;
@@ -126,8 +126,8 @@ class Worker {
     }
 
   private:
-    // Where the chunk's keys lie, then where its values do, then the next one's first keys, in the
-    // order of reading.
+    // The addresses of the chunk's keys, then of its values, then of the next one's first keys, in
+    // the order of reading.
     void locate(const Chunk& chunk, const Chunk* next) {
         num_rows_ = 0;
         add_rows(p_.keys, chunk, chunk.num_keys);
@@ -145,8 +145,8 @@ class Worker {
         }
     }
 
-    // Ask for what will soon be read: pages lie far apart, which the CPU does not foresee. (GCC
-    // drops calls of a function that does only this, unless it is made part of the caller.)
+    // Prefetches what will soon be read: pages lie far apart, which the CPU does not foresee. (GCC
+    // drops calls of a function that only prefetches, unless it is inlined.)
     [[gnu::always_inline]] void fetch(int row, i64 column, int width) const {
         if (row >= num_rows_) return;
         for (int i = 0; i < width; i += 64 / int(sizeof(T)))
@@ -154,11 +154,11 @@ class Worker {
     }
 
     // Calls `work` for the query heads of some key heads: with the column at which the key head
-    // begins, the first of a few query heads, and how many they are as a type.
+    // begins, the first of a few query heads, and their number as a type.
     template <typename Work>
     void for_groups(i64 first_head, i64 end_head, Work work) {
         for (i64 head = first_head; head < end_head; head++)
-            for (int g = 0; g < group_; g += MOST_HEADS) {
+            for (int g = 0; g < group_; g += MAX_HEADS) {
                 const i64 column = head * width_, first = head * group_ + g;
                 switch (group_ - g) {
                     case 1:
@@ -183,12 +183,12 @@ class Worker {
                         work(column, first, std::integral_constant<int, 7>());
                         break;
                     default:
-                        work(column, first, std::integral_constant<int, MOST_HEADS>());
+                        work(column, first, std::integral_constant<int, MAX_HEADS>());
                 }
             }
     }
 
-    // The scores of up to LANES keys.
+    // Computes the scores of up to LANES keys.
     template <int GROUP>
     void score(int first, int count, i64 column, const float* q, float* scores) {
         const int width = width_;
@@ -206,7 +206,7 @@ class Worker {
         for (int g = 0; g < GROUP; g++) store(scores + g * CHUNK, sums_of<LANES>(parts[g]));
     }
 
-    // Scores -> weights, of which the one of the largest score is 1.
+    // Turns scores into weights, the largest of which is 1.
     static void weigh(float* scores, int count, float& largest, float& sum) {
         for (int i = count; i % LANES; i++) scores[i] = -INFINITY;
         Floats most = load(scores);
@@ -259,16 +259,16 @@ class Worker {
     const int width_, group_;
     int num_rows_ = 0;
     const T* rows_[2 * CHUNK + AHEAD];
-    // The queries, times the scale; by query head, the chunk's scores, then weights.
+    // The queries, times the scale; the chunk's scores, then weights, by query head.
     float *q_, *scores_;
 };
 
 }  // namespace
 
 // q and out [rows, heads, width], lse [rows, heads]; keys and values: pages of [block tokens, key
-// heads * width], the next one page_step elements further. A row's pages are numbered in `pages`,
-// from first_page[row] on; it has lengths[row] keys and sees those, or with a window of some the
-// last ones; one of none is left as it is. width: a multiple of 16.
+// heads * width], page_step elements apart. A row's pages are numbered in `pages`, from
+// first_page[row] on. It has lengths[row] keys and sees all of them, or the last `window`; a row
+// without keys stays as it is. width: a multiple of 16.
 #define PAGED_ATTENTION(NAME, T)                                                                   \
     extern "C" void NAME(                                                                          \
         const T* q, const T* keys, const T* values, const i64* pages, const i64* first_page,       \

@@ -1,10 +1,10 @@
-// Attention of rows that are each the last of a sequence of its own, their keys and values read
-// where they lie: in pages. What such a step takes is the time to read those once, so query heads
-// of a key head go together.
+// Attention of rows that are each the last of a sequence of its own, with keys and values in pages,
+// where they are read. The time of such a step is that of reading those once, so the query heads of
+// a key head are processed together.
 //
-// A row's keys are cut into chunks, which with some key heads each are the units of work, and the
-// chunks' results merged in their order: what comes out depends neither on the other rows nor on
-// who computed what.
+// A row's keys are cut into chunks. A chunk with some key heads is a unit of work, and the results
+// of chunks are merged in their order, so that a result depends neither on the other rows nor on
+// the division among threads.
 #pragma once
 
 #include "kernels.h"
@@ -15,7 +15,7 @@
 namespace {
 
 const int CHUNK = 128;  // keys
-// Bytes of keys and values that are read sooner than another thread is woken.
+// Bytes of keys and values that one thread reads before another would have woken.
 const i64 BYTES_PER_THREAD = 64 << 10;
 
 template <typename T>
@@ -38,15 +38,15 @@ struct Chunk {
     int num_keys, num_unseen;
 };
 
-// What chunks give, by chunk and query head: the weighted sum of the values, the largest score, the
-// sum of the weights.
+// Results of chunks, by chunk and query head: the weighted sum of the values, the largest score,
+// the sum of the weights.
 struct Partial {
     float *values, *largest, *weights;
 };
 
 thread_local Scratch shared_scratch;
 
-// The chunks of a row in their order -> its output for one query head.
+// Merges the chunks of a row, in their order, to its output for one query head.
 template <typename T>
 void merge(const PagedRows<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_chunk,
            const Partial& all) {
@@ -72,9 +72,10 @@ void merge(const PagedRows<T>& p, i64 row, i64 head, i64 first_chunk, i64 end_ch
     }
 }
 
-// By workers, one for each thread. Worker<T>: ALIGNED, of what number of keys chunks begin at a
-// multiple; heads_at_once(problem), key heads of a unit; and attend(chunk, next, first_head,
-// end_head, partial), of these key heads, where `next` is the chunk that comes then, or null.
+// Attends by workers, one for each thread. A Worker<T> has ALIGNED, the number of keys of which
+// chunks begin at a multiple; heads_at_once(problem), the key heads of a unit; and attend(chunk,
+// next, first_head, end_head, partial), which attends with these key heads, where `next` is the
+// chunk after this one, or null.
 template <typename Worker, typename T>
 void attend_by(const PagedRows<T>& p, i64 num_threads) {
     std::vector<Chunk> chunks;
@@ -98,7 +99,7 @@ void attend_by(const PagedRows<T>& p, i64 num_threads) {
 
     const i64 num_bytes = num_keys * p.row_width() * 2 * sizeof(T);
     const int threads = int(std::max<i64>(1, std::min(num_threads, num_bytes / BYTES_PER_THREAD)));
-    // Each has a run of the units, of as many keys as the others'.
+    // Each thread has a run of the units, of as many keys as the others'.
     const i64 at_once = Worker::heads_at_once(p), units = (p.num_key_heads + at_once - 1) / at_once;
     const i64 work = num_keys * units, count = chunks.size();
     auto part = [&](int thread) {

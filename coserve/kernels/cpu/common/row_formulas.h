@@ -1,5 +1,5 @@
-// Formulas on each place of a row, its sum and its largest, in float32: one place after the other,
-// or 32 of bfloat16 at once. A file that includes this says first what GCC may make of float32 (see
+// Formulas on each place of a row, sums and maxima of a row, in float32: one place after the other,
+// or 32 of bfloat16 at once. A file that includes this first sets what GCC may do with float32 (see
 // `rows.cpp`).
 #pragma once
 
@@ -15,11 +15,10 @@
 
 namespace {
 
-// A sum is made of this many partial ones: a few registers of any CPU, to hide how long an addition
-// takes.
+// Number of partial sums of a sum: a few registers of any CPU, to hide how long an addition takes.
 const int LANES = 32;
 
-// Else GCC calls some of what formulas use, with vectors in memory: ten times slower.
+// Otherwise GCC calls functions that formulas use, with vectors in memory: ten times slower.
 #define INLINED [[gnu::always_inline]] inline
 
 inline float multiply_add(float a, float b, float c) {
@@ -30,11 +29,11 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// A NaN stays one.
+// The maximum; a NaN stays one.
 inline float at_least(float least, float x) { return x < least ? least : x; }
 inline float at_most(float most, float x) { return x > most ? most : x; }
 
-// Of a number whose last bits are a float's biased exponent.
+// A float from a number whose last bits are its biased exponent.
 inline float power_of_last_bits(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -46,7 +45,7 @@ inline float power_of_last_bits(float x) {
 
 inline float reciprocal(float x) { return 1.0f / x; }
 
-// Formulas say x(i) as at(x, i), and put a result at y(i): `i` is a place, or several.
+// Formulas read x(i) as at(x, i), and put a result at y(i): `i` is a place, or several.
 template <typename T>
 inline float at(const T* x, i64 i) {
     return widen(x[i]);
@@ -59,8 +58,8 @@ inline void put(float value, T* y, i64 i) {
 
 #if defined(__AVX512BF16__)
 // The same for 32 places of bfloat16 at once: GCC does not find the instruction that rounds, which
-// stands for eight others. It takes float32 below 2^-126 for 0. Of each pair of places the second
-// one's float32 is the pair without its lower half.
+// replaces eight others. It takes float32 below 2^-126 for 0. The float32 of the second place of a
+// pair is the pair without its lower half.
 struct Places {
     i64 first;
 };
@@ -104,7 +103,7 @@ INLINED Floats multiply_add(Floats a, Floats b, Floats c) {
     return {_mm512_fmadd_ps(a.even, b.even, c.even), _mm512_fmadd_ps(a.odd, b.odd, c.odd)};
 }
 
-// Of a number and a NaN, these instructions give the second.
+// With a number and a NaN, these instructions return the second.
 INLINED Floats at_least(float least, Floats x) {
     return {_mm512_max_ps(_mm512_set1_ps(least), x.even),
             _mm512_max_ps(_mm512_set1_ps(least), x.odd)};
@@ -120,8 +119,8 @@ INLINED Floats power_of_last_bits(Floats x) {
             (__m512)_mm512_slli_epi32((__m512i)x.odd, 23)};
 }
 
-// An estimate to 14 bits and a Newton step, which leaves a unit in the last place; not where it
-// would make infinity times 0 of the reciprocal of infinity. Of positive numbers that are not tiny.
+// An estimate to 14 bits and a Newton step, exact to a unit in the last place; the step is left out
+// where it would multiply infinity with 0. For positive numbers that are not tiny.
 INLINED __m512 reciprocal(__m512 x) {
     const __m512 estimate = _mm512_rcp14_ps(x),
                  missing = _mm512_fnmadd_ps(x, estimate, _mm512_set1_ps(1.0f));
@@ -132,7 +131,7 @@ INLINED __m512 reciprocal(__m512 x) {
 INLINED Floats reciprocal(Floats x) { return {reciprocal(x.even), reciprocal(x.odd)}; }
 #endif
 
-// formula(0) to formula(n - 1), which must not depend on each other, on matrices of T.
+// Runs formula(0) to formula(n - 1), which must not depend on each other, on matrices of T.
 template <typename T, typename Formula>
 inline void for_places(i64 n, Formula formula) {
     i64 i = 0;
@@ -144,16 +143,16 @@ inline void for_places(i64 n, Formula formula) {
     for (; i < n; i++) formula(i);
 }
 
-// e^x to 2 units in the last place, 0 where it is below 2^-125; infinities and NaN included. Loops
-// that call it become vectors.
+// Returns e^x to 2 units in the last place, 0 where it is below 2^-125; infinities and NaN
+// included. Loops that call it become vectors.
 template <typename Real>
 INLINED Real exponential(Real x) {
     x = at_most(89.0f, at_least(-87.3f, x));
-    // So large a number has no fraction. So x / ln 2 is rounded, and stands in the last bits,
-    // biased as the exponent of a float is; less one, since 2^128 is none.
+    // A number this large has no fraction, so x / ln 2 is rounded, and stands in the last bits,
+    // biased as the exponent of a float; less one, since 2^128 is not a float.
     const float large = 12582912.0f + 126.0f;
     const Real sum = multiply_add(x, 1.44269504f, large), whole = sum - large;
-    // ln 2 in two parts, of which the first times `whole` is exact.
+    // ln 2 in two parts; the first times `whole` is exact.
     const Real rest = multiply_add(whole, 2.12194440e-4f, multiply_add(whole, -0.693359375f, x));
     // 2 e^rest by the polynomial of least relative error, 3e-9.
     Real twice = multiply_add(rest, 2 * 0.00138146093f, 2 * 0.00836873986f);
@@ -176,7 +175,7 @@ INLINED Real silu_times(Real gate, Real up) {
     return rounded<T>(gate * sigmoid(gate)) * up;
 }
 
-// The sum of term(0) to term(n - 1), of matrices of T, in an order that depends on n alone.
+// Returns the sum of term(0) to term(n - 1), of matrices of T, in an order that depends on n alone.
 template <typename T, typename Term>
 inline float sum_of(i64 n, Term term) {
     float sums[LANES] = {};
@@ -198,7 +197,7 @@ inline float sum_of(i64 n, Term term) {
     return sums[0];
 }
 
-// NaN if there is one.
+// The maximum of the terms; NaN if there is one.
 template <typename T>
 inline float maximum(const T* x, i64 n) {
     float most[LANES];

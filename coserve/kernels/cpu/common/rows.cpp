@@ -2,11 +2,11 @@
 // their largest. Each goes through a row while it is in the cache, computes in float32 and rounds
 // where the plain twin rounds.
 //
-// Matrices are of float32 or bfloat16; their rows lie any distance apart (`step`, in elements), so
-// that a column slice of a wider one will do. What is returned lies without gaps.
+// Matrices are of float32 or bfloat16. Their rows lie any distance apart (`step`, in elements), so
+// that they may be a column slice of a wider matrix. Results lie without gaps.
 
-// As written: twins round after every operation, sums have an order, and infinity times zero is no
-// number.
+// No reordering: twins round after every operation, sums have an order, and infinity times zero is
+// NaN.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 #ifdef __AVX512F__  // GCC would use half of each register
 #pragma GCC target("prefer-vector-width=512")
@@ -21,12 +21,12 @@
 
 namespace {
 
-// Elements below which one thread does them all: 5 to 20 microseconds' work, of which another's
-// help saves a third at best, and which it may take far longer to wake where others want the cores,
-// too. PyTorch's own operators do the same.
+// Number of elements below which one thread is used. They take 5 to 20 microseconds, of which
+// another thread saves a third at best, and waking it may take far longer where others use the
+// cores, too. PyTorch's own operators do the same.
 const i64 MIN_SHARED_ELEMENTS = 32768;
 
-// The chunks of a row in which `argmax` looks for the largest; it then searches one.
+// Chunks of a row in which `argmax` looks for the largest; it then searches one.
 const i64 CHUNK = 2048;
 
 template <typename Row>
@@ -105,7 +105,7 @@ void silu_mul_gradient_row(const T* grad, const T* gate, const T* up, T* gate_gr
     });
 }
 
-// Each head's halves (a, b) -> (a cos - b sin, b cos + a sin); REVERSE, the same by the opposite
+// Turns each head's halves (a, b) into (a cos - b sin, b cos + a sin). REVERSE: by the opposite
 // angle, with each sine at the place where the forward pass used it.
 template <typename T, bool REVERSE>
 void rope_row(const T* x, const T* cos, const T* sin, T* y, i64 width, i64 head_width) {
@@ -155,8 +155,8 @@ void cross_entropy_gradient_of(const T* logits, i64 step, const i64* targets, co
     });
 }
 
-// Threads share a row's chunks, too: there may be one row. The largest of a row and of a chunk of
-// it tell which chunk to search.
+// Threads share a row's chunks, too, since there may be one row. The largest of a row and of its
+// chunks say which chunk to search.
 template <typename T>
 void argmax_of(const T* x, i64 step, i64* places, i64 num_rows, i64 width, i64 num_threads) {
     const i64 num_chunks = round_up(width, CHUNK) / CHUNK;
@@ -181,7 +181,7 @@ void argmax_of(const T* x, i64 step, i64* places, i64 num_rows, i64 width, i64 n
 
 }  // namespace
 
-// Run it with `T` as bfloat16 or float32.
+// Runs it with `T` as bfloat16 or float32.
 #define FOR_DTYPE(is_bfloat16, ...)                                                                \
     do {                                                                                           \
         if (is_bfloat16) {                                                                         \
@@ -203,14 +203,16 @@ static T* out(void* x) {
     return static_cast<T*>(x);
 }
 
-// x [n, width], weight [features] -> y [n, width]: each run of `features` of a row by itself.
+// Writes y [n, width] from x [n, width] and weight [features]: each run of `features` of a row by
+// itself.
 extern "C" void rms_norm(const void* x, i64 x_step, const void* weight, void* y, i64 num_rows,
                          i64 width, i64 features, double eps, i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, rms_norm_of(in<T>(x), x_step, in<T>(weight), out<T>(y), num_rows, width,
                                        features, float(eps), num_threads));
 }
 
-// grad, x [n, width], weight [features] -> x_grad and, unless it is null, y [n, width].
+// Writes x_grad and, unless it is null, y [n, width], from grad, x [n, width] and weight
+// [features].
 extern "C" void rms_norm_gradient(const void* grad, i64 grad_step, const void* x, i64 x_step,
                                   const void* weight, void* x_grad, void* y, i64 num_rows,
                                   i64 width, i64 features, double eps, i64 is_bfloat16,
@@ -220,7 +222,7 @@ extern "C" void rms_norm_gradient(const void* grad, i64 grad_step, const void* x
                                                 width, features, float(eps), num_threads));
 }
 
-// gate, up [n, width] -> y [n, width].
+// Writes y [n, width] from gate, up [n, width].
 extern "C" void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up_step, void* y,
                          i64 num_rows, i64 width, i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 i) {
@@ -229,7 +231,7 @@ extern "C" void silu_mul(const void* gate, i64 gate_step, const void* up, i64 up
               }));
 }
 
-// grad, gate, up [n, width] -> gate_grad, up_grad and, unless it is null, y [n, width].
+// Writes gate_grad, up_grad and, unless it is null, y [n, width], from grad, gate, up [n, width].
 extern "C" void silu_mul_gradient(const void* grad, i64 grad_step, const void* gate, i64 gate_step,
                                   const void* up, i64 up_step, void* gate_grad, void* up_grad,
                                   void* y, i64 num_rows, i64 width, i64 is_bfloat16,
@@ -243,7 +245,7 @@ extern "C" void silu_mul_gradient(const void* grad, i64 grad_step, const void* g
               }));
 }
 
-// a, b [n, width] -> y [n, width].
+// Writes y [n, width] = a + b, both [n, width].
 extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* y, i64 num_rows,
                     i64 width, i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, for_rows(num_rows, width, num_threads, [=](i64 row) {
@@ -253,8 +255,8 @@ extern "C" void add(const void* a, i64 a_step, const void* b, i64 b_step, void* 
               }));
 }
 
-// x [n, width], cos and sin [n, head width] -> y [n, width]; reverse: gradient of y -> gradient of
-// x.
+// Writes y [n, width] from x [n, width], cos and sin [n, head width]; reverse: the gradient of x
+// from that of y.
 extern "C" void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, const void* sin,
                      i64 sin_step, void* y, i64 num_rows, i64 width, i64 head_width, i64 reverse,
                      i64 is_bfloat16, i64 num_threads) {
@@ -265,7 +267,8 @@ extern "C" void rope(const void* x, i64 x_step, const void* cos, i64 cos_step, c
               }));
 }
 
-// logits [n, vocabulary], targets [n], each below the vocabulary -> loss, correct, log_sum [n].
+// Writes loss, correct and log_sum [n] from logits [n, vocabulary] and targets [n], each below the
+// vocabulary.
 extern "C" void cross_entropy(const void* logits, i64 step, const i64* targets, float* loss,
                               bool* correct, float* log_sum, i64 num_rows, i64 vocabulary,
                               i64 is_bfloat16, i64 num_threads) {
@@ -273,8 +276,8 @@ extern "C" void cross_entropy(const void* logits, i64 step, const i64* targets, 
                                             num_rows, vocabulary, num_threads));
 }
 
-// And log_sum, loss_grad [n] -> grad [n, vocabulary], which may be the logits, if these lie without
-// gaps.
+// Writes grad [n, vocabulary], from log_sum and loss_grad [n], too. It may be the logits, if these
+// lie without gaps.
 extern "C" void cross_entropy_gradient(const void* logits, i64 step, const i64* targets,
                                        const float* log_sum, const float* loss_grad, void* grad,
                                        i64 num_rows, i64 vocabulary, i64 is_bfloat16,
@@ -284,8 +287,8 @@ extern "C" void cross_entropy_gradient(const void* logits, i64 step, const i64* 
                                         out<T>(grad), num_rows, vocabulary, num_threads));
 }
 
-// x [n, width], with width above 0 -> the place of the largest of each row, the first of equal
-// ones; a NaN is larger.
+// Writes the place of the largest of each row of x [n, width], the first of equal ones; width is
+// above 0. A NaN is larger than any number.
 extern "C" void argmax(const void* x, i64 step, i64* places, i64 num_rows, i64 width,
                        i64 is_bfloat16, i64 num_threads) {
     FOR_DTYPE(is_bfloat16, argmax_of(in<T>(x), step, places, num_rows, width, num_threads));

@@ -1,6 +1,6 @@
 // Products with a factor of low rank (a LoRA's) and its gradient in bfloat16, on processors without
-// tiles: in float32, as in `vector_products.h`. Every one goes along the rows of the wide tensor,
-// which the processor fetches ahead; the factor, in float32, stays in the second cache.
+// tiles: in float32, as in `vector_products.h`. Each goes along the rows of the wide tensor, which
+// the processor fetches ahead; the factor, in float32, stays in the second cache.
 
 #include "common/low_rank_jobs.h"
 #include "common/vector_products.h"
@@ -18,8 +18,8 @@ thread_local Scratch own_scratch;
 // Rows that are multiplied at once.
 const int STRIP = 8;
 
-// Some pairs of columns of the factor as [rank, width] in float32, its elements arranged as
-// `load_pair` gives those of rows. matrix [width, rank], or [rank, width] if it is transposed.
+// Arranges some pairs of columns of the factor as [rank, width] in float32, in the order of
+// `load_pair`. matrix [width, rank], or [rank, width] if it is transposed.
 void arrange_factor(const bf16* matrix, bool is_transposed, i64 width, i64 rank, Part pairs,
                     float* out) {
     for (i64 pair = pairs.start; pair < pairs.end; pair++)
@@ -32,8 +32,8 @@ void arrange_factor(const bf16* matrix, bool is_transposed, i64 width, i64 rank,
         }
 }
 
-// y = x M, or y += x M, of ROWS rows and PAIR columns; x [n, rank] in float32, factor [rank,
-// width].
+// Computes y = x M, or y += x M, of ROWS rows and PAIR columns; x [n, rank] in float32, factor
+// [rank, width].
 template <int ROWS>
 inline void from_pair(bool adds, const float* x, const float* factor, i64 rank, i64 width, bf16* y,
                       i64 y_step) {
@@ -57,8 +57,8 @@ inline void from_pair(bool adds, const float* x, const float* factor, i64 rank, 
         vectors::store_pair(sums[row][0], sums[row][1], y + row * y_step);
 }
 
-// grad += narrow^T wide of ROWS rows and PAIR columns; narrow [n, rank] and grad [rank, width] in
-// float32.
+// Adds narrow^T wide of ROWS rows and PAIR columns to grad; narrow [n, rank] and grad [rank, width]
+// in float32.
 template <int ROWS>
 inline void add_gradient_pair(const float* narrow, i64 rank, const bf16* wide, i64 step,
                               float* grad, i64 width) {
@@ -81,7 +81,7 @@ inline void add_gradient_pair(const float* narrow, i64 rank, const bf16* wide, i
 }
 
 // Rows of x at once, with four of the rank.
-const int ROWS_AT_ONCE = vectors::MOST_SUMS / 4;
+const int ROWS_AT_ONCE = vectors::MAX_SUMS / 4;
 
 template <int ROWS, int COLUMNS>
 void to_low_rank_rows(const bf16* x, i64 x_step, const float* factor, i64 width, i64 y_step,

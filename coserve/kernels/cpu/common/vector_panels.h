@@ -1,7 +1,7 @@
 // Products of rows with a weight on processors without tiles, and in float32: a strip of the weight
 // is arranged once, as float32 in the first cache, and is multiplied there with all rows.
 //
-// A sum is that of blocks of DEPTH terms, one after the other, whatever other rows there are and
+// A sum consists of blocks of DEPTH terms, one after the other, whatever other rows there are and
 // however many threads: each thread has a part of the result for itself.
 #pragma once
 
@@ -16,11 +16,11 @@ using vectors::LANES;
 using vectors::PAIR;
 using vectors::Words;
 
-// The number of rows whose sums of PAIR columns, a strip, are in registers.
+// Number of rows whose sums of PAIR columns, a strip, are in registers.
 #if defined(__AVX512F__)
-const i64 MOST_ROWS = 14;
+const i64 MAX_ROWS = 14;
 #else
-const i64 MOST_ROWS = 6;
+const i64 MAX_ROWS = 6;
 #endif
 // Terms of a block. A strip of it, 16 KiB, stays in the first cache; all rows of a chunk, or their
 // sums for the columns of a panel, in the second.
@@ -28,7 +28,7 @@ const i64 DEPTH = 2048 / LANES, CHUNK = 256, PANEL = 14 * PAIR;
 
 // -- what is multiplied, arranged ---------------------------------------------------------
 
-// Squares of STEP x STEP words that lie beside the diagonal change places, in two rows.
+// Exchanges squares of STEP x STEP words beside the diagonal, in two rows.
 template <int STEP, int... LANE>
 inline void exchange(Words& x, Words& y, std::integer_sequence<int, LANE...>) {
     const Words one = x, other = y;
@@ -49,8 +49,7 @@ inline void transpose(Words (&x)[LANES]) {
 template <typename T>
 const int IN_WORDS = sizeof(Words) / sizeof(T);
 
-// A vector of words as float32, at `out` and, if there are two elements in a word, a step further
-// on.
+// Writes a vector of words as float32 to `out` and, if a word has two elements, a step further on.
 inline void store_words(Words words, bf16*, float* out, i64 step) {
     const Words even = words << 16, odd = words & 0xffff0000u;
     std::memcpy(out, &even, sizeof even);
@@ -61,7 +60,7 @@ inline void store_words(Words words, float*, float* out, i64) {
     std::memcpy(out, &words, sizeof words);
 }
 
-// LANES rows in float32, by columns: out [depth rounded up to pairs, step].
+// Transposes LANES rows to float32: out [depth rounded up to pairs, step].
 template <typename T>
 inline void arrange_columns(const T* const (&rows)[LANES], i64 depth, float* out, i64 step) {
     const int width = IN_WORDS<T>;
@@ -88,7 +87,8 @@ inline void arrange_columns(const T* const (&rows)[LANES], i64 depth, float* out
     arrange(whole);
 }
 
-// Which column of a strip is a lane of its first or second vector: that of `load_pair`.
+// Returns the column of a strip for a lane of its first or second vector, in the order of
+// `load_pair`.
 inline i64 column_of(i64 lane, int half, const bf16*) { return 2 * lane + half; }
 inline i64 column_of(i64 lane, int half, const float*) { return lane + half * LANES; }
 
@@ -104,8 +104,8 @@ struct Weight {
         return has_rows_of_terms ? start + column * step + term : start + term * step + column;
     }
 
-    // A strip of at most PAIR columns for each of `depth` terms, two vectors as `load_pair` gives
-    // them.
+    // Arranges a strip of at most PAIR columns for each of `depth` terms, two vectors in the order
+    // of `load_pair`.
     void arrange(i64 term, i64 column, i64 depth, i64 columns, float* out) const {
         const T* from = at(term, column);
         for (int half = 0; has_rows_of_terms && half < 2; half++) {
@@ -127,16 +127,16 @@ struct Weight {
 
 // -- products -------------------------------------------------------------------------------
 
-// What is fetched meanwhile: some lines of each row of a part of the weight. Of `turns` calls with
-// the same strip each fetches its rows.
+// Lines that are fetched meanwhile: some of each row of a part of the weight. Each of `turns` calls
+// with the same strip fetches its rows.
 struct Ahead {
     const char* start;
     i64 step, lines, turn, turns;
 };
 const i64 LINE_BYTES = 64;
 
-// sums [ROWS, PAIR] = x w, added to what is there unless they are the first; x [depth, LANES], w
-// [depth, PAIR].
+// Computes sums [ROWS, PAIR] = x w, added to earlier ones unless they are the first; x [depth,
+// LANES], w [depth, PAIR].
 template <int ROWS>
 void multiply(const float* x, const float* w, i64 depth, float* sums, bool is_first,
               const Ahead& ahead) {
@@ -171,7 +171,7 @@ void multiply(const float* x, const float* w, i64 depth, float* sums, bool is_fi
 
 typedef void (*Multiply)(const float*, const float*, i64, float*, bool, const Ahead&);
 
-template <int ROWS = MOST_ROWS>
+template <int ROWS = MAX_ROWS>
 inline Multiply multiply_of(i64 rows) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return multiply_of<ROWS - 1>(rows);
@@ -190,9 +190,9 @@ struct Problem {
 
     static const i64 LINE = LINE_BYTES / sizeof(T);
 
-    // Rows [first, last) and columns [left, right) of y, at most CHUNK and PANEL.
+    // Multiplies rows [first, last) and columns [left, right) of y, at most CHUNK and PANEL.
     void run(Scratch& memory, i64 first, i64 last, i64 left, i64 right) const {
-        const i64 n = last - first, tiles = (n + MOST_ROWS - 1) / MOST_ROWS;
+        const i64 n = last - first, tiles = (n + MAX_ROWS - 1) / MAX_ROWS;
         const i64 size = DEPTH * PAIR + tiles * DEPTH * LANES + n * round_up(right - left, PAIR);
         float* strip =
             reinterpret_cast<float*>(memory.take(size * sizeof(float)));  // [DEPTH, PAIR]
@@ -221,8 +221,8 @@ struct Problem {
         }
     }
 
-    // While a strip is multiplied: the next one, or of a weight whose rows pass through all strips
-    // a part of the next block.
+    // While a strip is multiplied, fetch the next one or, of a weight whose rows pass through all
+    // strips, a part of the next block.
     Ahead ahead(i64 term, i64 column, i64 left, i64 right, i64 tile, i64 tiles) const {
         i64 lines = DEPTH / LINE, next_term = term, next_column = column + PAIR;
         if (!weight.has_rows_of_terms) {

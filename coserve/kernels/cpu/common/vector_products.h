@@ -1,5 +1,5 @@
-// What products y = x W^T of few rows share on processors without tiles: a weight that becomes
-// float32 in registers, so that it is read once, as it lies.
+// Parts that products y = x W^T of few rows share on processors without tiles: a weight that is
+// converted to float32 in registers, so that it is read once, as it lies.
 //
 // Sums are float32, in an order that does not depend on how many rows there are.
 #pragma once
@@ -17,9 +17,9 @@ const int LANES = 16;
 #else
 const int LANES = 8;
 #endif
-// How many vectors of sums stay in registers, beside what is multiplied: AVX-512 has 32 registers,
+// Number of vectors of sums that stay in registers, beside the factors: AVX-512 has 32 registers,
 // AVX2 16.
-const int MOST_SUMS = LANES;
+const int MAX_SUMS = LANES;
 // Elements of a weight's row that become two vectors.
 const int PAIR = 2 * LANES;
 
@@ -48,13 +48,13 @@ inline Floats load(const int8_t* x) {
 #endif
 }
 
-// PAIR elements as two vectors, in the order in which they lie.
+// Loads PAIR elements as two vectors, in the order in which they lie.
 inline void load_pair(const int8_t* x, Floats& first, Floats& second) {
     first = load(x);
     second = load(x + LANES);
 }
 
-// The even elements, then the odd ones: that takes no shuffle.
+// Loads the even elements, then the odd ones: that takes no shuffle.
 inline void load_pair(const bf16* x, Floats& first, Floats& second) {
     Words words;
     std::memcpy(&words, x, sizeof words);
@@ -67,7 +67,7 @@ inline void load_pair(const float* x, Floats& first, Floats& second) {
     second = load(x + LANES);
 }
 
-// One of the two: at once they would take registers that the sums need.
+// Loads one of the two: at once they would take registers that the sums need.
 inline Floats load_half(const bf16* x, int half) {
     Words words;
     std::memcpy(&words, x, sizeof words);
@@ -79,7 +79,7 @@ inline Floats load_half(const W* x, int half) {
     return load(x + half * LANES);
 }
 
-// The inverse of `load_pair`, rounded.
+// Stores what `load_pair` gives, rounded.
 inline void store_pair(Floats even, Floats odd, bf16* out) {
     auto rounded = [](Floats x) {
         const Words bits = (Words)x, number = bits + 0x7fff + ((bits >> 16) & 1);
@@ -94,8 +94,8 @@ inline void store_pair(Floats first, Floats second, float* out) {
     std::memcpy(out + LANES, &second, sizeof second);
 }
 
-// A row of x in float32, its elements in the order in which `load_pair` gives those of a weight, up
-// to whole pairs.
+// Writes a row of x in float32, up to whole pairs, with its elements in the order in which
+// `load_pair` gives those of a weight.
 template <typename T>
 void arrange(const T* x, i64 n, const int8_t*, float* out) {
     for (i64 i = 0; i < n; i++) out[i] = widen(x[i]);
@@ -114,8 +114,8 @@ void arrange(const T* x, i64 n, const T*, float* out) {
     }
 }
 
-// a b + c, rounded once. As an expression two of them would become a product, a product and a sum,
-// and a sum.
+// Returns a b + c, rounded once. As an expression, the compiler would turn two of them into a
+// product, a product and a sum, and a sum.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -126,15 +126,15 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The sum of each of COUNT vectors, at most as many as a vector has lanes, each in the same order
-// whatever their number.
+// Returns the sum of each of COUNT vectors, at most as many as a vector has lanes, each in the same
+// order whatever their number.
 #if defined(__AVX512F__)
 template <int COUNT>
 inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
     static_assert(COUNT <= 16);
     __m512 x[16] = {}, pairs[8], fours[4];
     for (int i = 0; i < COUNT; i++) x[i] = (__m512)totals[i];
-    // At each of four steps half as many vectors, of the sums of twice as many.
+    // Each of four steps leaves half as many vectors, with the sums of twice as many.
     auto two = [](__m512 a, __m512 b) {
         return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
     };
@@ -155,7 +155,7 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
     static_assert(COUNT <= 8);
     __m256 x[8] = {}, pairs[4], fours[2];
     for (int i = 0; i < COUNT; i++) x[i] = (__m256)totals[i];
-    // At each of three steps half as many vectors, of the sums of twice as many.
+    // Each of three steps leaves half as many vectors, with the sums of twice as many.
     auto two = [](__m256 a, __m256 b) {
         return _mm256_unpacklo_ps(a, b) + _mm256_unpackhi_ps(a, b);
     };
@@ -182,10 +182,10 @@ inline void add_up(const Floats (&totals)[COUNT], float (&sums)[COUNT]) {
 }
 #endif
 
-// The sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner rounded up to pairs],
-// arranged. step: from one row of the weight to the next. ahead: how many rows further on lies what
-// is fetched meanwhile; of `turns` calls with the same rows of the weight each fetches a part of
-// that.
+// Computes the sums of ROWS rows of x with CHANNELS rows of a weight; x [n, inner rounded up to
+// pairs], arranged. step: from one row of the weight to the next. ahead: how many rows further on
+// lies what is fetched meanwhile; each of `turns` calls with the same rows of the weight fetches a
+// part of that.
 template <int ROWS, int CHANNELS, typename W>
 inline void multiply(const float* x, const W* weight, i64 inner, i64 step, i64 ahead, i64 turn,
                      i64 turns, float (&sums)[ROWS * CHANNELS]) {
@@ -258,12 +258,12 @@ struct Problem {
                         CHANNELS * sizeof(T));
     }
 
-    // As many channels at once as leave the sums in registers. Of both at most four: with two
-    // channels of eight rows what is loaded of x, not what is computed, takes the time (80 in place
-    // of 130 GFLOP/s a core).
+    // As many channels at once as leave the sums in registers. At most four of rows and of
+    // channels: with two channels of eight rows the loads of x, not the arithmetic, take the time
+    // (80 in place of 130 GFLOP/s a core).
     template <int ROWS>
     void run_rows(i64 row, i64 first, i64 last) const {
-        const int most = std::min(MOST_SUMS / 2, MOST_SUMS / (ROWS == 3 ? 4 : ROWS)),
+        const int most = std::min(MAX_SUMS / 2, MAX_SUMS / (ROWS == 3 ? 4 : ROWS)),
                   some = std::min(most, 4);
         i64 channel = first;
         for (; channel + most <= last; channel += most) run<ROWS, most>(row, channel);
@@ -277,7 +277,7 @@ template <typename T, typename W>
 void product_of(Scratch& scratch, const T* x, i64 x_step, const W* weight, const float* scales,
                 const T* bias, T* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
     // Channels whose weights stay in a core's cache while all rows are multiplied with them. Few
-    // rows take little longer than reading: there each channel's rows take turns at fetching what
+    // rows take little longer than reading. There each channel's rows take turns at fetching what
     // comes next, so that none waits for all of it.
     const bool takes_turns = 4 < n && n <= 16;
     const i64 strip = takes_turns ? 4 : 16, turns = takes_turns ? n / 4 : 1;

@@ -1,4 +1,4 @@
-// What training windows need of a step that runs as one call: their rows of what is kept go to
+// Training windows in a step that runs as one call: their rows of the kept tensors are copied to
 // their places, and they attend to the keys of their own pack.
 
 #include <vector>
@@ -10,13 +10,13 @@
 
 namespace {
 
-// From how many rows of a sequence on arranging its keys in tiles pays; as in `traced_calls.py`.
+// Minimum rows of a sequence for which arranging its keys in tiles pays; as in `traced_calls.py`.
 const i64 MIN_ROWS_BY_TILES = 10;
 
-// From how many bytes on threads share a copy.
+// Minimum number of bytes of a copy that threads share.
 const i64 MANY_BYTES = 1 << 16;
 
-// As `traced_calls.py` writes it down.
+// A window as `traced_calls.py` writes it.
 struct Window {
     i64 first_row, num_rows;  // in the step
     i64 first_in_pack;
@@ -28,7 +28,7 @@ struct Window {
 
 thread_local std::vector<i64> numbers;
 
-// A row after another, each the last of its sequence: the keys stand in one page.
+// Attends row after row, each the last of its sequence: the keys stand in one page.
 template <typename T, typename Kernel>
 void attend_one_by_one(Kernel kernel, const T* q, const T* keys, const T* values, T* out,
                        float* lse, i64 num_rows, i64 num_keys, i64 num_heads, i64 num_key_heads,
@@ -79,8 +79,8 @@ void attend(Kernel one_by_one, const T* q, T* out, float* lse, const Window* win
     }
 }
 
-// A row; of many bytes, which are hardly read again before the pack goes backward, round the
-// caches. (Keys and values are read at once, but are few.)
+// Copies a row. One of many bytes, which are hardly read again before the pack goes backward,
+// bypasses the caches. (Keys and values are read at once, but are few.)
 inline void keep(const char* from, char* to, i64 num_bytes, bool is_of_many) {
 #ifdef __AVX512F__
     if (is_of_many && !((reinterpret_cast<uintptr_t>(to) | num_bytes) & 63)) {
@@ -92,7 +92,7 @@ inline void keep(const char* from, char* to, i64 num_bytes, bool is_of_many) {
     std::memcpy(to, from, num_bytes);
 }
 
-// All that this thread kept can be read by others afterwards.
+// Makes everything that this thread kept visible to others.
 inline void end_keeping() {
 #ifdef __AVX512F__
     _mm_sfence();
@@ -101,8 +101,8 @@ inline void end_keeping() {
 
 }  // namespace
 
-// Windows' rows of a tensor to where they are kept. x [n, row_bytes]; all steps in bytes. slot: the
-// tensor's place among those that may be kept.
+// Copies windows' rows of a tensor to where they are kept. x [n, row_bytes]; all steps in bytes.
+// slot: the tensor's place among those that may be kept.
 extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* windows,
                           i64 num_windows, i64 slot, i64 num_threads) {
     const Window* all = reinterpret_cast<const Window*>(windows);
@@ -121,8 +121,8 @@ extern "C" void keep_rows(const void* x, i64 x_step, i64 row_bytes, const i64* w
     }
 }
 
-// Windows' rows attend within their packs: as `paged_attention_…` for the rest. keys, values: their
-// places among what is kept.
+// Attends with windows' rows within their packs, as `paged_attention_…` does for other rows. keys,
+// values: their places among the kept tensors.
 extern "C" void attend_in_windows(const void* q, void* out, float* lse, const i64* windows,
                                   i64 num_windows, i64 keys, i64 values, i64 num_heads,
                                   i64 num_key_heads, i64 width, i64 window, double scale,

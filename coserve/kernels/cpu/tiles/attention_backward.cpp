@@ -1,5 +1,5 @@
 // Causal attention, backward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on
-// tiles (`tiles.h`) that with all that belongs to them stay in a core's cache.
+// tiles (`tiles.h`) that stay in a core's cache with everything that belongs to them.
 //
 // S^T = K Q^T and dP^T = V dO^T give P^T and dS^T; then dV += P^T dO, dK += dS^T Q, and dQ^T += K^T
 // dS^T.
@@ -55,12 +55,12 @@ class Worker {
         weights_ = halves(tile), score_grads_ = halves(tile), score_grad_pairs_ = halves(tile);
     }
 
-    // A key head whose sums another thread begins: what this one adds to them.
+    // The additions of this thread to a key head whose sums another thread begins.
     i64 shared_head = -1;
     std::vector<float> shared_sums;
 
-    // Units are blocks of queries, by head; `is_shared`: whether the first one's key head is
-    // another thread's.
+    // Runs units, which are blocks of queries, by head. is_shared: whether the first one's key head
+    // is another thread's.
     void run(i64 first_unit, i64 end_unit, bool is_shared) {
         i64 head = -1;
         auto finish = [&] {
@@ -93,7 +93,7 @@ class Worker {
         return start;
     }
 
-    // Keys and values of a head in one piece, zeros after them.
+    // Arranges keys and values of a head in one piece, zeros after them.
     void begin(i64 head) {
         const i64 keys = p_.padded_keys();
         collect(p_, p_.k, head, k_);
@@ -112,7 +112,7 @@ class Worker {
         by_row_pairs(p_.q + at, step, n, padded, width_, q_rows_);
         by_column_pairs(p_.grad + at, step, n, padded, width_, grad_columns_);
         by_row_pairs(p_.grad + at, step, n, padded, width_, grad_rows_);
-        // A query that is not there has no probabilities.
+        // A missing query has no probabilities.
         for (int i = 0; i < padded; i++)
             norm_[i] = i < n ? p_.lse[(first + i) * p_.num_heads + head] * LOG2_E : 1e30f;
         for (int i = 0; i < padded; i += 16) {
@@ -131,8 +131,8 @@ class Worker {
         rows_of_columns(q_grad_, n, width_, nullptr, p_.q_grad + at, step);
     }
 
-    // Probabilities of a tile, and gradients of its scores times the scale. While the vectors work
-    // on one block, the tile registers work on the next.
+    // Computes the probabilities of a tile, and the gradients of its scores times the scale. While
+    // the vectors work on one block, the tile registers work on the next.
     void differentiate(const Tile& tile) {
         int turn = 0, key_before = -1, query_before = 0;
         auto finish = [&] {
@@ -190,7 +190,7 @@ class Worker {
         }
     }
 
-    // Halves of two rows of a tile.
+    // Stores halves of two rows of a tile.
     static void store_both(__m512bh both, bf16* x) {
         store(x, (__m256bh)_mm512_castsi512_si256((__m512i)both));
         store(x + TILE, (__m256bh)_mm512_extracti64x4_epi64((__m512i)both, 1));
@@ -225,7 +225,7 @@ class Worker {
     // gradients.
     bf16 *k_, *v_, *k_columns_;
     float *k_sum_, *v_sum_;
-    // By query of a block, in the orders that products want.
+    // By query of a block, in the orders that products read.
     bf16 *q_columns_, *q_rows_, *grad_columns_, *grad_rows_;
     float *q_grad_, *norm_, *delta_;
     // A tile.
@@ -236,8 +236,8 @@ class Worker {
 void reverse(const Problem& problem, i64 num_threads) {
     const std::vector<i64> starts = problem.shares(num_threads);
     const int threads = int(starts.size()) - 1;
-    // A key head's sums belong to the thread that begins it; what the next ones add to it waits
-    // until that is done.
+    // A key head's sums belong to the thread that begins it. Additions of the next threads wait
+    // until that one is done.
     std::vector<std::pair<i64, std::vector<float>>> shared(threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -257,10 +257,10 @@ void reverse(const Problem& problem, i64 num_threads) {
 }  // namespace
 
 // grad, q, out and q_grad [n, heads, width], k and v [m, key heads, width], lse [n, heads]; k_grad
-// and v_grad [m, key heads, width] are added to. segments: of each its first row, number of rows,
-// first key, number of keys. width: a multiple of 32. window: 0, or how many keys a query sees.
+// and v_grad [m, key heads, width] are added to. segments: first row, number of rows, first key and
+// number of keys of each. width: a multiple of 32. window: number of keys that a query sees, or 0.
 //
-// The sums are made in an order that depends on the number of threads, and on nothing else.
+// The order of the sums depends on the number of threads, and on nothing else.
 extern "C" void attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v,
                                    const bf16* out, const float* lse, bf16* q_grad, float* k_grad,
                                    float* v_grad, const i64* segments, i64 num_segments,

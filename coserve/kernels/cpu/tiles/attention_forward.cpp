@@ -1,8 +1,8 @@
 // Causal attention, forward: the algorithm of FlashAttention-2 (arXiv 2307.08691, section 3) on
-// tiles (`tiles.h`) that with all that belongs to them stay in a core's cache.
+// tiles (`tiles.h`) that stay in a core's cache with everything that belongs to them.
 //
-// S^T = K Q^T gives P^T, and O^T += V^T P^T; what was summed before is scaled down when a query
-// finds a larger score.
+// S^T = K Q^T gives P^T, and O^T += V^T P^T. Earlier sums are scaled down when a query meets a
+// larger score.
 
 #include "tiles/attention_tiles.h"
 
@@ -92,7 +92,7 @@ class Worker {
             p_.lse[(first + i) * p_.num_heads + head] = most_[i] / LOG2_E + std::log(norm_[i]);
     }
 
-    // The values of a tile's keys, by how much the queries of a strip attend to them.
+    // Adds the values of a tile's keys, weighted by the attention of a strip of queries.
     void add(const Tile& tile, int first, int turn) {
         const int num_keys = tile.end_key(first);
         const bool is_masked = p_.is_masked(tile.key, num_keys, tile.position + first, BLOCK);
@@ -111,8 +111,8 @@ class Worker {
         settle();
     }
 
-    // Scores [keys, queries] -> weights relative to the largest score so far, as pairs of keys;
-    // their sums; and by how much what was summed before shrinks.
+    // Turns scores [keys, queries] into weights relative to the largest score so far, as pairs of
+    // keys; adds up the weights; and finds the factor by which earlier sums shrink.
     template <bool MASKED>
     void weigh(const Tile& tile, int num_keys, int first, int turn) {
         const __m512 to_log2 = _mm512_set1_ps(p_.scale * LOG2_E),
@@ -161,8 +161,9 @@ class Worker {
     const int width_;
     // By key: the head's keys by rows, and its values by columns.
     bf16 *k_, *v_columns_;
-    // By query of a block: the queries by columns; sums [width, queries], and of each the largest
-    // score times log2(e), the sum of weights, and by how much the last tile had its sums shrink.
+    // By query of a block: the queries by columns; sums [width, queries]; and for each query the
+    // largest score times log2(e), the sum of weights, and the factor by which the last tile shrank
+    // its sums.
     bf16* q_columns_;
     float *sums_, *most_, *norm_, *shrinks_;
     // A tile's keys × a strip of 32 queries.
@@ -184,9 +185,9 @@ void attend(const Problem& problem, i64 num_threads) {
 
 }  // namespace
 
-// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. segments: of each its
-// first row, number of rows, first key, number of keys. width: a multiple of 32. window: 0, or how
-// many keys a query sees. A query's result is the same whatever its thread.
+// q and out [n, heads, width], k and v [m, key heads, width], lse [n, heads]. segments: first row,
+// number of rows, first key and number of keys of each. width: a multiple of 32. window: number of
+// keys that a query sees, or 0. A query's result does not depend on its thread.
 extern "C" void attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out,
                                   float* lse, const i64* segments, i64 num_segments, i64 num_heads,
                                   i64 num_key_heads, i64 width, i64 window, double scale,

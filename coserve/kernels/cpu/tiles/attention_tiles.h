@@ -1,9 +1,9 @@
-// What both directions of attention share: tiles of queries and keys, the orders in which products
-// want them, and who does which.
+// Parts that both directions of attention share: tiles of queries and keys, the orders in which
+// products read them, and their division among threads.
 //
-// Everything is computed with keys along the rows, S^T = K Q^T, so that what belongs to a query
-// lies in one lane of the vectors, and the rounded scores of a tile are factors of the next
-// products as they lie.
+// Everything is computed with keys along the rows, S^T = K Q^T, so that the numbers of a query lie
+// in one lane of the vectors, and the rounded scores of a tile are factors of the next products as
+// they lie.
 #pragma once
 
 #include "tiles/tiles.h"
@@ -15,12 +15,12 @@
 namespace {
 
 const int TILE = 128;
-// Blocks of a tile, 32 keys x 32 queries: what one `multiply` makes, and the first cache holds with
-// its factors.
+// Blocks of a tile, 32 keys x 32 queries: the result of one `multiply`, which stays in the first
+// cache with its factors.
 const int BLOCK = 32;
 
-// 2^x, to 2e-7 of it; for x below -126 as for -126, since numbers that small take a processor a
-// hundred times as long.
+// Returns 2^x, to 2e-7 of it; for x below -126 as for -126, since a processor takes a hundred times
+// as long for numbers that small.
 inline __m512 exp2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // in this order a NaN stays one
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -41,8 +41,8 @@ inline void store(bf16* x, __m256bh values) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), (__m256i)values);
 }
 
-// x [n, width] -> [padded / 2, width, 2], zeros after n: a right factor of which x's rows are the
-// inner dimension.
+// Arranges x [n, width] as [padded / 2, width, 2], zeros after n: a right factor of which x's rows
+// are the inner dimension.
 void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {
     for (int row = 0; row < padded; row += 2)
         for (int i = 0; i < width; i += 16) {
@@ -56,15 +56,15 @@ void by_row_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* o
         }
 }
 
-// 16 rows' pairs of 32 elements each, zeros after n -> by pair, 16 rows'.
+// Arranges 16 rows' pairs of 32 elements each, zeros after n, by pair.
 inline void pairs_of_rows(const bf16* x, i64 step, i64 row, i64 n, __m512i (&pairs)[16]) {
     for (int e = 0; e < 16; e++)
         pairs[e] = row + e < n ? _mm512_loadu_si512(x + (row + e) * step) : _mm512_setzero_si512();
     transpose(pairs);
 }
 
-// x [n, width] -> [padded / 32, width / 2, 32, 2], zeros after n: of each 32 rows a right factor
-// x^T.
+// Arranges x [n, width] as [padded / 32, width / 2, 32, 2], zeros after n: a right factor x^T of
+// each 32 rows.
 void by_column_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16* out) {
     __m512i pairs[16];
     for (int row = 0; row < padded; row += 16)
@@ -76,7 +76,7 @@ void by_column_pairs(const bf16* x, i64 step, int n, int padded, int width, bf16
         }
 }
 
-// x [n, width] -> x^T [width, padded], zeros after n.
+// Transposes x [n, width] into [width, padded], zeros after n.
 void by_columns(const bf16* x, i64 step, i64 n, i64 padded, int width, bf16* out) {
     __m512i pairs[16];
     for (i64 row = 0; row < padded; row += 16)
@@ -91,7 +91,8 @@ void by_columns(const bf16* x, i64 step, i64 n, i64 padded, int width, bf16* out
         }
 }
 
-// x [width, TILE] -> its first n columns as rows of bfloat16, `step` apart, each times its factor.
+// Writes the first n columns of x [width, TILE] as rows of bfloat16, `step` apart, each times its
+// factor.
 void rows_of_columns(const float* x, int n, int width, const float* factors, bf16* out, i64 step) {
     __m512i pairs[16];
     for (int i = 0; i < n; i += 16) {
@@ -110,7 +111,7 @@ void rows_of_columns(const float* x, int n, int width, const float* factors, bf1
     }
 }
 
-// The products of 16 rows each of x and y, none of those after n.
+// Returns the products of 16 rows each of x and y, without those after n.
 inline __m512 products_of_rows(const bf16* x, const bf16* y, i64 step, int n, int width) {
     __m512i sums[16];
     for (int e = 0; e < 16; e++) {
@@ -127,7 +128,7 @@ inline __m512 products_of_rows(const bf16* x, const bf16* y, i64 step, int n, in
     return (__m512)sums[0];
 }
 
-// Which queries see which keys, and how they are cut into tiles: blocks of queries × tiles of keys,
+// Which queries see which keys, and their division into tiles: blocks of queries x tiles of keys,
 // both of 128.
 struct Shape {
     i64 num_rows, num_keys, num_heads, num_key_heads, width, window;
@@ -137,13 +138,13 @@ struct Shape {
     i64 num_blocks() const { return (num_rows + TILE - 1) / TILE; }
     i64 padded_keys() const { return round_up(num_keys, TILE); }
 
-    // Units of work are blocks of queries, by key head, and of each block the query heads in turn,
+    // Units of work are blocks of queries, by key head, and for each block the query heads in turn,
     // whose rows are neighbours in memory.
     i64 units_of_key_head() const { return group() * num_blocks(); }
     i64 head_of(i64 unit) const { return unit / units_of_key_head() * group() + unit % group(); }
     i64 block_of(i64 unit) const { return unit % units_of_key_head() / group(); }
 
-    // The tiles of keys that a block of queries sees: from this key on, and how many.
+    // The tiles of keys that a block of queries sees: the first key, and the number of tiles.
     i64 first_key(i64 block) const {
         return window ? std::max<i64>(0, earlier() + block * TILE - window + 1) / TILE * TILE : 0;
     }
@@ -152,8 +153,8 @@ struct Shape {
         return (end - first_key(block) + TILE - 1) / TILE;
     }
 
-    // Where each thread begins, and after them the end: units are blocks of queries, head by head,
-    // and each thread has a run of them, of as many tiles as the others'.
+    // The first unit of each thread, and the end after them. Units are blocks of queries, head by
+    // head, and each thread has a run of them with as many tiles as the others'.
     std::vector<i64> shares(i64 num_threads) const {
         const i64 blocks = num_blocks(), units = num_heads * blocks;
         const size_t threads = std::min(num_threads, units);
@@ -187,24 +188,25 @@ struct Shape {
     }
 };
 
-// Keys × queries of a tile, the first ones' places, and which of its blocks have keys that a query
-// sees.
+// Keys x queries of a tile, the places of the first ones, and which of its blocks have keys that a
+// query sees.
 struct Tile {
     i64 key, position;
     int num_keys, num_queries;
 
-    // Of the block of keys that begins with `j`.
+    // For the block of keys that begins with `j`.
     int first_query(int j) const {
         return int(std::max<i64>(0, key + j - position)) / BLOCK * BLOCK;
     }
-    // Of the block of queries that begins with `i`.
+    // For the block of queries that begins with `i`.
     int end_key(int i) const {
         const i64 seen = position + i + BLOCK - key;
         return seen <= 0 ? 0 : int(std::min<i64>(num_keys, round_up(seen, BLOCK)));
     }
 };
 
-// A head's keys or values [m, heads, width] in one piece [padded, width], zeros after them.
+// Copies a head's keys or values [m, heads, width] into one piece [padded, width], zeros after
+// them.
 inline void collect(const Shape& shape, const bf16* x, i64 head, bf16* out) {
     for (i64 key = 0; key < shape.num_keys; key++)
         std::memcpy(static_cast<void*>(out + key * shape.width),

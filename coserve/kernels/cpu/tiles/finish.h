@@ -1,6 +1,6 @@
-// What a product does with its rounded elements before they are written: 32 neighbours of a row at
-// once. A file that includes this says first what GCC may make of float32 (see `rows.cpp`), so that
-// results are those of the kernels that do the same afterwards.
+// Operations of a product on its rounded elements before they are written: 32 neighbours of a row
+// at once. A file that includes this first sets what GCC may do with float32 (see `rows.cpp`), so
+// that results equal those of the kernels that do the same afterwards.
 #pragma once
 
 #include "common/row_formulas.h"

@@ -1,6 +1,6 @@
-// Products with a matrix of low rank (at most 64) in bfloat16, in tiles: what a LoRA adds to a site
-// (arXiv 2106.09685), and the gradients of that. Each is one pass over its wide tensor, for the
-// rows of any number of adapters.
+// Products with a matrix of low rank (at most 64) in bfloat16, in tiles: the addition of a LoRA to
+// a site (arXiv 2106.09685), and its gradients. Each is one pass over its wide tensor, for the rows
+// of any number of adapters.
 //
 // The wide tensor is [n, width], width a multiple of 32; the narrow one [n, rank]. The matrix is
 // given as it is stored: [rank, width] (LoRA's A), or [width, rank] (LoRA's B).
@@ -29,15 +29,15 @@ inline __m256i load_16(const bf16* x, i64 count) {
     return _mm256_maskz_loadu_epi16(first_of_16(count), x);
 }
 
-// Two rows' elements by turns, zeros for a row that is not there.
+// Interleaves two rows' elements, with zeros for a missing row.
 inline __m512i row_pair(const bf16* x, i64 step, i64 num_rows, i64 count) {
     __m256i upper = num_rows > 0 ? load_16(x, count) : _mm256_setzero_si256();
     __m256i lower = num_rows > 1 ? load_16(x + step, count) : _mm256_setzero_si256();
     return interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(upper), lower, 1));
 }
 
-// 16 rows of 32 elements -> [16, 16, 2]: pairs of neighbours in a row, by column. Zeros where there
-// are no rows or elements.
+// Arranges 16 rows of 32 elements as [16, 16, 2]: pairs of neighbours in a row, by column. Zeros
+// where there are no rows or elements.
 inline void column_pairs(const bf16* x, i64 step, i64 num_rows, i64 count, bf16* out,
                          i64 out_step) {
     __m512i rows[16];
@@ -102,8 +102,7 @@ extern "C" void to_low_rank(const i64* table, i64 num_jobs, i64 is_transposed, i
                                width * padded, num_threads, arrange, run);
 }
 
-// Rows that are read through one after another: their next elements are fetched ahead by the
-// processor, which knows as many streams.
+// Rows that are read one after another, as many as the processor can follow to fetch ahead.
 const i64 STRIP = 32;
 
 // y = x M, or y += x M, wide from narrow.
@@ -157,7 +156,7 @@ extern "C" void from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed,
         }
     };
     // Threads that write parts of the same rows of y take its lines from each other, which
-    // processors fetch in pairs: so each has rows of its own, if there are some strips for each.
+    // processors fetch in pairs. So each has rows of its own, if there are some strips for each.
     if (num_jobs > 1 || jobs[0].n >= 2 * STRIP * num_threads) {
         low_rank::for_strips<bf16>(jobs, num_jobs, STRIP, num_blocks, width * inner, num_threads,
                                    arrange, [=](const Job& job, Part rows, const bf16* right) {
@@ -175,13 +174,13 @@ extern "C" void from_low_rank(const i64* table, i64 num_jobs, i64 is_transposed,
 }
 
 // Adds the gradient of the matrix, the sum over rows of x [n, rank] times y [n, width], to float32
-// sums that are stored as it is.
+// sums that are stored like the matrix.
 extern "C" void add_low_rank_gradient(const i64* table, i64 num_jobs, i64 is_transposed, i64 width,
                                       i64 rank, i64 num_threads) {
     const Job* jobs = low_rank::jobs_of(table);
     const i64 padded = round_up(rank, 16),
               num_strips = low_rank::count_strips(jobs, num_jobs, STRIP);
-    // Of each job [padded, n, up to a whole strip].
+    // For each job [padded, n, up to a whole strip].
     bf16* lefts =
         reinterpret_cast<bf16*>(shared_scratch.take(padded * num_strips * STRIP * sizeof(bf16)));
 #pragma omp parallel num_threads(num_threads)

@@ -1,5 +1,5 @@
-// Pieces of prompts in a step that runs as one call: their keys and values are gathered from pages,
-// and their rows attend by tiles.
+// Attention for pieces of prompts in a step that runs as one call: their keys and values are
+// gathered from pages, and their rows attend in tiles.
 
 #include "kernels.h"
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-// As `traced_calls.py` writes it down: rows of the step that are the last of a sequence's keys, and
-// where its pages begin in the table.
+// A piece as `traced_calls.py` writes it: rows of the step that are the last of a sequence's keys,
+// and the place of its first page in the table.
 struct Piece {
     i64 first_row, num_rows, num_keys, first_page;
 };
@@ -17,8 +17,8 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-// As `paged_attention_bfloat16`, of rows that belong together; pieces: four numbers each. width: a
-// multiple of 32.
+// Like `paged_attention_bfloat16`, for rows that belong together. pieces: four numbers each. width:
+// a multiple of 32.
 extern "C" void attend_in_pieces(const bf16* q, const bf16* keys, const bf16* values,
                                  const i64* pages, bf16* out, float* lse, const i64* pieces,
                                  i64 num_pieces, i64 num_heads, i64 num_key_heads, i64 width,

@@ -1,8 +1,8 @@
-// y = x W^T in bfloat16 in tiles, of few rows here, with sums in float32 that are rounded once.
-// PyTorch's product rearranges the weight first; here it is the left factor as it lies, y^T = W
-// x^T, so that the time is that of reading it once.
+// Product y = x W^T in bfloat16 in tiles, of few rows here, with sums in float32 that are rounded
+// once. PyTorch's product rearranges the weight first. Here it is the left factor as it lies, y^T =
+// W x^T, so that the time is that of reading it once.
 
-// As in rows.cpp: what follows a product gives the same there.
+// As in rows.cpp: operations after a product give the same results there.
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 
 #include "tiles/finish.h"
@@ -14,15 +14,16 @@ namespace {
 
 // Rows of the weight that are multiplied at once.
 const int STRIP = 32;
-// Up to how many rows a tile that is multiplied by vectors takes longer than the rows alone.
-const i64 FEWEST_ROWS = 12;
-// From how many rows on, and with how many threads at most, the kernel for many is the faster one.
-const i64 MANY_ROWS = 128, MOST_WIDE_THREADS = 4;
+// Maximum number of rows for which vectors without tiles are faster than a tile by vectors.
+const i64 MAX_PAIR_ROWS = 12;
+// Minimum number of rows, and maximum number of threads, for which the kernel for many rows is
+// faster.
+const i64 MANY_ROWS = 128, MAX_WIDE_THREADS = 4;
 
 thread_local Scratch shared_scratch, own_scratch;
 
-// y = x W^T + b and `onto`, each rounded; GATED: of the first half of W's rows, passed through
-// SiLU, times that of the second.
+// y = x W^T + b, and `onto`, each rounded. GATED: the product with the first half of W's rows,
+// passed through SiLU, times that with the second.
 template <bool GATED>
 void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, Onto onto,
                          bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
@@ -78,17 +79,18 @@ void product_of_few_rows(const bf16* x, i64 x_step, const bf16* weight, const bf
 
 }  // namespace
 
-// y = x W^T + b: x [n, inner] with a step from row to row, weight [outer, inner], bias [outer] or
-// null, y [n, outer]. inner and outer are multiples of 32. A row's sums are the same whatever other
-// rows are there, among few and among many; without AMX, among the fewest and among more.
+// Writes y [n, outer] = x W^T + b from x [n, inner] with a step from row to row, weight [outer,
+// inner] and bias [outer] or null. inner and outer are multiples of 32. A row's sums are the same
+// in any company of few rows, and in any of many; without AMX, in any of the fewest, and in any of
+// more.
 extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias, bf16* y,
                         i64 n, i64 inner, i64 outer, i64 num_threads) {
 #ifdef HAS_PAIRS
-    if (n <= FEWEST_ROWS)
+    if (n <= MAX_PAIR_ROWS)
         return pair_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
 #endif
 #ifdef HAS_AMX
-    if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
+    if (n >= MANY_ROWS && num_threads <= MAX_WIDE_THREADS)
         return wide_product(x, x_step, weight, bias, y, n, inner, outer, num_threads);
 #endif
     product_of_few_rows<false>(x, x_step, weight, bias, {nullptr, 0}, y, n, inner, outer,
@@ -97,22 +99,22 @@ extern "C" void product(const bf16* x, i64 x_step, const bf16* weight, const bf1
 
 #ifdef HAS_AMX
 
-// The same, rounded, and added to rows [n, outer], rounded again.
+// The same product, rounded, and added to rows [n, outer], rounded again.
 extern "C" void product_onto(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
                              const bf16* onto, i64 onto_step, bf16* y, i64 n, i64 inner, i64 outer,
                              i64 num_threads) {
-    if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
+    if (n >= MANY_ROWS && num_threads <= MAX_WIDE_THREADS)
         return wide_product_onto(x, x_step, weight, bias, onto, onto_step, y, n, inner, outer,
                                  num_threads);
     product_of_few_rows<false>(x, x_step, weight, bias, {onto, onto_step}, y, n, inner, outer,
                                num_threads);
 }
 
-// silu(x G^T + b) (x U^T + b), of a weight whose rows [outer, inner] are G's and then as many of
-// U's: y [n, outer / 2]. outer is a multiple of 64.
+// Writes y [n, outer / 2] = silu(x G^T + b) (x U^T + b), of a weight [outer, inner] whose rows are
+// G's and then as many of U's. outer is a multiple of 64.
 extern "C" void gated_product(const bf16* x, i64 x_step, const bf16* weight, const bf16* bias,
                               bf16* y, i64 n, i64 inner, i64 outer, i64 num_threads) {
-    if (n >= MANY_ROWS && num_threads <= MOST_WIDE_THREADS)
+    if (n >= MANY_ROWS && num_threads <= MAX_WIDE_THREADS)
         return wide_gated_product(x, x_step, weight, bias, nullptr, nullptr, 0, y, nullptr, 0, n,
                                   inner, outer, num_threads);
     product_of_few_rows<true>(x, x_step, weight, bias, {nullptr, 0}, y, n, inner, outer,

@@ -1,13 +1,13 @@
-// What products y^T = W x^T of few rows share, with a weight as the left factor as it lies, in
-// tiles.
+// Parts that products y^T = W x^T of few rows share, with a weight as the left factor as it lies,
+// in tiles.
 #pragma once
 
 #include "tiles/tiles.h"
 
 #ifdef HAS_TILES
 
-// Rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2], zeros
-// after n. The last block is 16 wide where that is enough.
+// Arranges rows of x as columns of a right factor x^T: blocks of 32 rows, each [inner / 2, 32, 2],
+// zeros after n. The last block is 16 wide where that is enough.
 class Panel {
   public:
     Panel(Scratch& scratch, const bf16* x, i64 step, i64 n, i64 inner)
@@ -39,16 +39,15 @@ class Panel {
     bf16* data_;
 };
 
-// How far apart the weight's rows that are multiplied at once lie, in rows. The processor fetches
-// ahead along a row of a page, and along one row of each page only: neighbours in one page would
-// hold each other up.
+// Distance, in rows, between the weight's rows that are multiplied at once. The processor fetches
+// ahead along one row of each page only: neighbours in one page would hold each other up.
 inline i64 spacing(i64 row_bytes) {
     const i64 page_bytes = 4096;
     i64 rows = std::max<i64>(1, (2 * page_bytes + row_bytes - 1) / row_bytes);
     return rows > 1 && rows * row_bytes % page_bytes == 0 ? rows + 1 : rows;
 }
 
-// Sums [32 * spacing, up to 16] -> rounded, with the scales and the bias (or null), as rows: 32
+// Rounds sums [32 * spacing, up to 16], with the scales and the bias (or null), to rows: 32
 // neighbours of each at a time, from the first ones on. The sums of neighbours stand in strips one
 // after another.
 class RoundedRows {

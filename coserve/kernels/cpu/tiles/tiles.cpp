@@ -1,4 +1,4 @@
-// Whether products of tiles can be had, and by what.
+// Whether the system grants products of tiles, and by which instructions.
 
 #include "tiles/tiles.h"
 

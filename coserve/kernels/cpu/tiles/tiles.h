@@ -12,12 +12,12 @@
 
 const int DEPTH = 32;
 
-// What was written before is in memory afterwards: the compiler does not know that tiles are read
-// from there.
+// Makes earlier writes visible to tile loads: the compiler does not see that these read the same
+// memory.
 inline void settle() { asm volatile("" ::: "memory"); }
 
-// All eight tile registers as 16 rows of 64 bytes, for the life of this object; oneDNN finds its
-// own again afterwards.
+// All eight tile registers as 16 rows of 64 bytes, for the life of this object. Afterwards oneDNN
+// finds its own configuration again.
 class Tiles {
   public:
     Tiles() {
@@ -58,7 +58,7 @@ struct Tiles {
 
 // C = A B, or C += A B: A [ROWS, inner] by rows, B [inner / 2, COLUMNS, 2] by pairs of rows, C
 // [ROWS, COLUMNS] float32. ROWS and COLUMNS are 32 or 16, inner is a multiple of DEPTH. The steps
-// are from one row of A, one pair of rows of B, one row of C to the next, in elements of each (in
+// lead from one row of A, one pair of rows of B, one row of C to the next, in elements of each (in
 // pairs for B).
 #ifdef HAS_AMX
 
@@ -100,7 +100,7 @@ inline void multiply(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_
 
 #else
 
-// Some of the rows: as many as leave their sums in registers.
+// Multiplies as many of the rows as leave their sums in registers.
 template <int ROWS, int VECTORS, bool ADD>
 inline void multiply_rows(int inner, const bf16* a, i64 a_step, const bf16* b, i64 b_step, float* c,
                           i64 c_step) {
@@ -146,8 +146,7 @@ inline __m512 load(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// Two vectors of 16, the second after the first -> one of the first of each, the second of each,
-// and so on.
+// Interleaves two vectors of 16: the first of each, the second of each, and so on.
 inline __m512i interleaved(__m512i both) {
     const __m512i order =
         _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -155,7 +154,7 @@ inline __m512i interleaved(__m512i both) {
     return _mm512_permutexvar_epi16(order, both);
 }
 
-// 16 rows of 16 elements of 32 bits -> their columns.
+// Transposes 16 rows of 16 elements of 32 bits.
 inline void transpose(__m512i (&rows)[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
