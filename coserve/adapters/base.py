@@ -32,7 +32,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.bypasses import BoundBypass, Bypasses
 
-# What stands before a parameter's name in PEFT's files.
+# Prefix of parameters' names in PEFT's files.
 PEFT_PREFIX = "base_model.model."
 
 
@@ -276,8 +276,8 @@ class Adapter:
                 value = torch.empty(shape, device="meta")
             else:
                 value = config.initial(layout.local_names[name], shape, self.at[module], generator)
-            # What begins as a weight may lie as a backend has laid that, and PyTorch's fused AdamW
-            # takes elements of a gradient in the order in which they lie.
+            # A value that comes from a weight may have the strides in which a backend has laid
+            # that, and PyTorch's fused AdamW reads a gradient in memory order.
             value = self.graphs.own(
                 name, value.to(backbone.device), shape, backbone.ranks.rank
             ).contiguous()

@@ -24,7 +24,7 @@ from coserve.models.backbone import Backbone
 from coserve.models.base import Architecture, Part
 from coserve.models.regions import TensorView
 
-# What stands between a module's name and "weight" where that is the model's own.
+# Parts of a name between the module's and "weight" where that is the model's own.
 _WRAPPERS = re.compile(r"(base_layer\.|token_adapter\.)*weight")
 # Copies of what is not used, or of what is there by another name, too: of whole modules, and of a
 # tied head's tokens.

@@ -17,12 +17,13 @@ from coserve.settings import shown
 # Characters of one pattern, and of one that says where in a name a number is, which takes RE2's
 # slower way.
 LONGEST_PATTERN, LONGEST_CAPTURING_PATTERN = 4096, 256
-# Of one setting.
+# Limits of one setting.
 _MAX_ENTRIES, _MAX_CHARACTERS = 4096, 1 << 15
-# Of one compiled pattern: those whose repetitions make more of them than this holds are refused.
+# Memory of one compiled pattern; patterns whose repetitions need more are refused.
 _MAX_BYTES = 1 << 18
 _Value = TypeVar("_Value")
-# What RE2 and Python take both, and not in the same way; whatever follows a backslash is one piece.
+# Syntax that RE2 and Python both accept with different meanings. A backslash and what follows it
+# are one piece.
 _AMBIGUOUS = re.compile(
     r"(?P<backreference>\\[1-9])|\\.|(?P<shorthand>\{,)|(?P<nested>\[\[|\[:)", re.DOTALL
 )

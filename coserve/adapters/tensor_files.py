@@ -18,7 +18,7 @@ from coserve.adapters.whole_files import replace_file
 from coserve.errors import AdapterError
 from coserve.settings import MOST_WHOLE, is_whole, shown
 
-# Of the names and shapes alone: enough for some fifty thousand tensors.
+# Maximum bytes of names and shapes: enough for some fifty thousand tensors.
 _MAX_HEADER_BYTES = 8 << 20
 
 

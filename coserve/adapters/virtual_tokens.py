@@ -28,7 +28,7 @@ _MAX_VIRTUAL = 1 << 16
 _FILE = "prompt_embeddings"
 # PyTorch's own generator is one for all threads.
 _DRAWING = Lock()
-# Of a network's inner layers beyond the model's hidden size.
+# Maximum size of a network's inner layers relative to the model's hidden size.
 _MAX_WIDENING = 8
 
 

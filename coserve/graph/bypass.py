@@ -15,7 +15,7 @@ from coserve.errors import GraphError
 from coserve.graph.ir import Graph, GraphBuilder, Node, renamed
 from coserve.graph.tensors import Kind, TensorSpec
 
-# What a bypass may read of its site, by the names that its graph has for it.
+# Names that a bypass's graph has for the tensors that it may read of its site.
 _SITE_INPUT, _SITE_OUTPUT, _SITE_EXPERTS = "x", "y", "experts"
 
 

@@ -145,7 +145,7 @@ class SiblingFusion:
 
 
 _PRODUCTS = SiblingFusion(shared="x", general="linear_and_low_rank", run=products_of_same_rows)
-# By the nodes' operator.
+# Rows by the nodes' operator.
 SIBLING_FUSIONS: Mapping[str, SiblingFusion] = {
     "linear": _PRODUCTS,
     "linear_and_low_rank": _PRODUCTS,

@@ -228,15 +228,15 @@ def _decisions(
     cost.
     """
     graph = backward.graph
-    # In one order in every process: ranks that hold a model together must choose alike among
-    # equals.
+    # The order is the same in every process: ranks that hold a model together must choose alike
+    # among equals.
     outputs = sorted((name, wait) for name, wait in needs if name in node.output.values())
     if not outputs:
         yield needs, _Partial(0, 0.0)
         return
     rest = set(needs) - set(outputs)
-    # Of a window, neither gives what other windows read, and no operator takes its state back to
-    # run again.
+    # Restoring or recomputing gives a window's own rows only, which is not enough for what other
+    # windows read. An operator with a state cannot run again, since its state has moved on.
     is_free = {
         name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs
     }

@@ -178,7 +178,7 @@ class AdapterBatch:
         kept: Sequence[KeptRows] = (),
     ) -> None:
         self.adapters, self._rows, self._kept = tuple(adapters), rows, kept
-        # What a backend derives from it, made once for all places.
+        # Tables that a backend derives from it, made once for all places.
         self.derived: dict[Hashable, Any] = {}
         assert not any(adapter.drops for adapter in adapters[: len(adapters) - len(kept)])
         self.sizes = AdapterRows(list(map(len, rows)), device)

@@ -23,7 +23,7 @@ from coserve.kernels.low_rank import AdapterBatch
 BackendT = TypeVar("BackendT", covariant=True)
 
 
-# Up to how many pairs of a row and a key of prompts rows attend one by one in a step that is one
+# Maximum pairs of a row and a key of prompts for which rows attend one by one in a step that is one
 # call: with more, tiles of attention save more than Python takes.
 MAX_PROMPT_PAIRS = 8192
 # More than a step can have.

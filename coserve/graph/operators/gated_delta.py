@@ -124,7 +124,7 @@ class GatedDelta(Operator):
                     found[slot][own.rows][run.rows] = value.flatten(0, 1)
                 for slot, total in sums.items():
                     total += getattr(piece.weights, slot)
-                # What is before the first row of a sequence is another's.
+                # The rows before the first row of a sequence are another sequence's.
                 state_grad = piece.state if run.fresh is None else torch.zeros_like(piece.state)
             own.gradient.copy_(state_grad[0])
         return {slot: value for slot, value in {**found, **sums}.items() if slot in wanted}

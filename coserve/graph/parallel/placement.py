@@ -12,7 +12,7 @@ from coserve.graph.layouts import WHOLE, AnyState
 from coserve.graph.tensors import TensorSpec
 from coserve.kernels.cuts import Cut
 
-# What is added to the name of a tensor that a collective makes.
+# Suffixes of the names of tensors that collectives make.
 _SUFFIX = {
     "rank_sum": "ranks",
     "rank_gather": "gather",

@@ -10,8 +10,8 @@ from coserve.kernels.cpu import rows
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import PLACE_NUMBERS, AdapterBatch
 
-# From how many rows of an adapter on its factors are multiplied faster in tiles than by vectors: by
-# the matrix units, and by instructions for pairs.
+# Minimum rows of an adapter for which its factors are multiplied faster in tiles than by vectors:
+# by the matrix units, and by instructions for pairs.
 MANY_ROWS, _MANY_ROWS_BY_PAIRS = 16, 128
 
 

@@ -22,7 +22,7 @@ from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.cpu.products import has_native_bf16, is_widened, rounded_factors
 from coserve.kernels.plain.attention import Part, PlainAttentionBatch
 
-# Most elements of a tile's mask.
+# Maximum elements of a tile's mask.
 _MAX_TILE_ELEMENTS = 1 << 22
 # Rows below which a tile is not worth cutting, forward and backward.
 _MIN_TILE_ROWS, _MIN_BACKWARD_ROWS = 64, 128
@@ -302,7 +302,8 @@ def run_backward(
     (n, num_heads, width), scale, window = q.shape, spec.scale, spec.sliding_window
     groups = num_heads // k.shape[1]
     delta = torch.matmul(grad.float()[:, :, None], out.float()[..., None])[..., 0]
-    # By key head, the query heads of a row side by side: what a tile reads is then a run of each.
+    # Queries lie by key head, with the query heads of a row side by side, so that a tile reads one
+    # run of each.
     queries, out_grad, less_lse, less_delta = (
         _heads_first(x.view(n, k.shape[1], groups, -1)).flatten(1, 2)
         for x in (q, grad, lse.neg()[..., None], delta.neg_()[..., None])

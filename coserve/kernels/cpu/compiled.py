@@ -49,8 +49,8 @@ class Library:
         # pairs.
         tiles = _Tiles(found.request_tiles())
         self.has_amx = tiles is _Tiles.BY_AMX
-        # Whether instructions for pairs of bfloat16 (AVX-512's) are the fastest; and products of
-        # tiles by whichever.
+        # Whether instructions for pairs of bfloat16 (AVX-512's) are the fastest; and whether there
+        # are products of tiles, by either kind of instructions.
         self.has_pairs = tiles is _Tiles.BY_PAIRS and multiplies_bfloat16()
         self.has_tiles = self.has_amx or self.has_pairs
         missing_on_some = set[str]()

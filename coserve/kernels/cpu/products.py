@@ -42,34 +42,34 @@ from coserve.kernels.plain import products as plain
 # Elements of a weight that are converted at once: they stay in the outer caches until they have
 # been used.
 _TILE_ELEMENTS = 1 << 21
-# Up to how many rows our own kernels without tiles multiply bfloat16 where PyTorch's product of
-# more is faster: the one in float32, and the one by pairs.
+# Maximum rows for which our own kernels without tiles multiply bfloat16, where PyTorch's product of
+# more rows is faster: the kernel in float32, and the one by pairs.
 _MAX_VECTOR_ROWS_NATIVE, _MAX_PAIR_ROWS = 16, 48
 # The same for input gradients by pairs.
 _MAX_PAIR_GRADIENT_ROWS = 64
 # The same for float32 rows and weights; from how many outputs and inputs on, which leaves out the
 # factors of a LoRA.
 MAX_FLOAT32_ROWS, _MIN_FLOAT32_COLUMNS = 128, 32
-# Up to how many float32 rows of a step without a job's rows read a weight as it lies, and sum along
-# it. A job's rows have the same sums by themselves and in any company.
+# Maximum float32 rows, in a step without a job's rows, that read a weight as it lies and sum along
+# it. A job's rows have the same sums alone and in any company.
 FEW_FLOAT32_ROWS = 4
-# From how many rows on a conversion pays for the products of gradients.
+# Minimum rows for which a conversion pays for the products of gradients.
 _MIN_WIDE_ROWS = 16
-# Up to how many rows of each of several adapters a product from their rank is made by our own
-# kernel, all in one call.
+# Maximum rows of each of several adapters for which our own kernel computes a product from their
+# rank, all in one call.
 _MAX_MADE_ROWS = 128
 # Held while factors are rounded.
 _ROUNDING = Lock()
-# Below how many rows float32 products are faster with the weight as the left factor.
+# Maximum rows, exclusive, for which float32 products are faster with the weight as the left factor.
 _FEW_ROWS = 48
-# From how many outputs on (a vocabulary) a result for a loss is left lying by columns: the product
+# Minimum outputs (a vocabulary) for which a result for a loss is left lying by columns: the product
 # then takes half of the time, and the loss of its logits, which has kernels for that, hardly more.
 # Choosing a token of each row from it would take forty times as long.
 _MANY_OUTPUTS = 1 << 15
-# From how many rows on, where there is a skinny GEMM that leaves fewer by rows: the head's input
+# Minimum rows for that, where there is a skinny GEMM that leaves fewer by rows: the head's input
 # gradient then comes from the logits as they lie, which reads the head's weight once less.
 _MANY_LOSS_ROWS = 32
-# Up to how many rows our own kernel multiplies int8 weights: with instructions for bfloat16, and
+# Maximum rows for which our own kernel multiplies int8 weights: with instructions for bfloat16, and
 # without.
 _MAX_INT8_ROWS_NATIVE, _MAX_INT8_ROWS = 8, 32
 
@@ -300,7 +300,7 @@ class CpuProducts:
             return onto if own.add_from_low_rank(onto, x, factor, transposed=transposed) else None
         if (narrow := own.to_low_rank(x, factor, transposed=transposed)) is not None:
             return narrow
-        # Of many rows of an adapter PyTorch's product takes two thirds of the time.
+        # PyTorch's product of many rows of an adapter takes two thirds of the time.
         has_few_rows = isinstance(factor, Grouped) and x.shape[0] <= _MAX_MADE_ROWS * len(
             factor.tensors
         )

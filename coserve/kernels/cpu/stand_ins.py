@@ -14,7 +14,7 @@ import torch
 
 from coserve.kernels.trace import UntraceableError
 
-# How an argument is given: two numbers after its kind (see `calls.cpp`).
+# An argument of a call: its kind, and two numbers (see `calls.cpp`).
 Argument = tuple[int, int, int]
 CONSTANT, STEP, ROWS = range(3)
 # Numbers of every step, by their place; inputs come after them.
@@ -34,7 +34,7 @@ STEP_NUMBERS = (
     *("adapter_rows", "adapter_ends", "num_adapters", "num_places", "adapter_addresses"),
     "few_rows",
 )
-# Of the memory for a step's rows; a line of the caches.
+# Alignment of a step's memory: a cache line.
 ALIGNMENT = 64
 
 

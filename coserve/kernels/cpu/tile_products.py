@@ -14,16 +14,15 @@ from torch import Tensor
 from coserve.kernels.cpu.compiled import Library
 from coserve.kernels.low_rank import LowRankGradient, LowRankRows
 
-# Up to how many rows our product is the faster one where it is not for many;
+# Maximum rows for which our product is the faster one where there is none for many;
 # `experiments/products.py` measures it.
 MAX_ROWS = 192
-# Up to how many threads the one for many rows was measured, as in `products.cpp`: each arranges
-# rows for itself.
+# Maximum threads with which the product of many rows was measured, as in `products.cpp`: each
+# arranges rows for itself.
 _MAX_WIDE_THREADS = 4
-# From how many rows on it is the faster one, as there; and up to which rank it adds what a LoRA
-# adds.
+# Minimum rows for which it is the faster one, as there; and maximum rank of a LoRA that it adds.
 _MIN_WIDE_ROWS, _MAX_RANK = 128, 64
-# From how many rows on input gradients are faster in tiles.
+# Minimum rows for which input gradients are faster in tiles.
 _MIN_GRADIENT_ROWS = 128
 
 

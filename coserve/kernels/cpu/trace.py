@@ -67,7 +67,7 @@ _KERNELS = (
     ),
     *("keep_rows", "attend_in_windows", "attend_in_pieces"),
 )
-# What kernels for training windows are told of them.
+# Arguments of kernels for training windows: the table of windows.
 _WINDOWS = (step("windows"), step("num_windows"))
 
 

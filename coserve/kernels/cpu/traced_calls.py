@@ -28,8 +28,8 @@ from coserve.kernels.trace import (
 
 # Numbers of a window (see `windows.cpp`).
 _WINDOW_NUMBERS = 6
-# From how many rows of a prompt on arranging its keys in tiles pays; as in `windows.cpp`. On an AMD
-# EPYC, one thread and layer, microseconds one by one and in tiles: 8 rows of 1,100 keys 577 and
+# Minimum rows of a prompt for which arranging its keys in tiles pays; as in `windows.cpp`. On an
+# AMD EPYC, one thread and layer, microseconds one by one and in tiles: 8 rows of 1,100 keys 577 and
 # 747, 13 of 700 603 and 477.
 _MIN_ROWS_BY_TILES = 10
 

@@ -35,7 +35,7 @@ class TracedGroup(RankGroup):
 
     def sum(self, x: Tensor, name: str = "") -> Tensor:
         trace, rows, found = self._trace, self._trace.rows(x), self._group.compiled_sum(name)
-        # Of rows that stand apart there would be a copy first.
+        # Rows with gaps would be copied first.
         if found is None or rows.step != rows.width:
             raise UntraceableError
         (address, digest), y = found, trace.new(rows.width)

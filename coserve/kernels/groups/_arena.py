@@ -34,7 +34,7 @@ class ArenaHeader(ctypes.Structure):
         ("unused", ctypes.c_int64 * 4),
         # generation * 2^16 + the rank that failed in it
         ("failed", ctypes.c_int64),
-        # Not 0: the group is over, for the reason below.
+        # Not 0 if the group is over, for the reason below.
         ("ended", ctypes.c_int64),
         ("reason", ctypes.c_char * _TEXT_BYTES),
     )
@@ -47,16 +47,16 @@ class RankPage(ctypes.Structure):
         # The last one that the rank has published, modulo 2^32.
         ("epoch", ctypes.c_uint32),
         ("num_sleepers", ctypes.c_uint32),
-        # Which collective the rank is at, by parity of the epoch.
+        # The collective that the rank is at, by parity of the epoch.
         ("words", ctypes.c_int64 * 2),
-        # What the rank brings to `agree`, by parity of the epoch.
+        # The rank's number for `agree`, by parity of the epoch.
         ("numbers", ctypes.c_int64 * 2),
         # Time that the rank has waited for others in collectives, all in all.
         ("waited_ns", ctypes.c_int64),
         ("process", ctypes.c_int64),
         # 1: the compiled collectives, 2: the plain ones.
         ("implementation", ctypes.c_int64),
-        # How many times the rank has arrived at a reset; joining the group is the first.
+        # Number of resets at which the rank has arrived; joining the group is the first.
         ("num_resets", ctypes.c_int64),
         # The rank's epoch when it arrived, by parity of the reset.
         ("reset_epochs", ctypes.c_int64 * 2),

@@ -17,7 +17,8 @@ from coserve.kernels.groups._arena import fence
 from coserve.kernels.groups._arena_rank import ArenaRank, CollectiveOutcome
 from coserve.kernels.groups.base import sum_in_rank_order
 
-# How long the plain twin offers its core to others, and how long it then sleeps at a time.
+# Seconds for which the plain twin offers its core to others, and for which it then sleeps at a
+# time.
 _YIELD_S, _SLEEP_S = 0.0005, 0.0001
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Types that can be summed. Those of two bytes are added in float32 and rounded once.
 SUMMED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Of a buffer in which several tensors lie to be summed at once.
+# Maximum bytes of a buffer in which several tensors are summed at once.
 _MAX_BUFFER_BYTES = 64 << 20
 
 

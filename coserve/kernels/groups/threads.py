@@ -54,7 +54,7 @@ class _Meeting:
         self._timeout_s = timeout_s
         self._changed = Condition()
         self._failure = ""
-        # What ranks have brought to the collective under way: a label and an object, by rank.
+        # Labels and objects that ranks have brought to the collective under way, by rank.
         self._brought = dict[int, tuple[str, Any]]()
         # The objects of the last complete collective, in rank order; the next one cannot complete
         # before all ranks have read them.

@@ -24,7 +24,7 @@ _TIMEOUT_S = 600.0
 # Ranks on GPUs wait no longer than this for one that may stand in a collective of GPUs, which
 # nothing interrupts.
 _GPU_RESET_S = 10.0
-# How often ranks look whether all have come, and how long telling them that one ends may take.
+# Seconds between checks whether all ranks have come, and for telling them that one ends.
 _POLL_S, _TELL_S = 0.002, 5.0
 _CPU = torch.device("cpu")
 _ENDED = "ended"
@@ -170,7 +170,8 @@ class TorchGroup(RankGroup):
             reason = _first_line(error)
         else:
             return out
-        # Not above, where the error would hold the group, whose connections are to close.
+        # The failure is read here and not above, where the error would hold the group, whose
+        # connections are to close.
         failure = self._failure()
         self._gone = self._gone or (
             "" if failure else f"a rank has ended or does not answer: {reason}"
@@ -179,7 +180,7 @@ class TorchGroup(RankGroup):
         raise self._error()
 
     def _gather_into(self, out: Tensor, x: Tensor) -> None:
-        # As bytes, which every backend can move.
+        # Copied as bytes, which every backend can move.
         parts = [each.reshape(-1).view(torch.uint8) for each in out]
         own = [x.reshape(-1).view(torch.uint8)]
         if x.device.type == "cuda":

@@ -22,7 +22,7 @@ from coserve.kernels.transfer import int_tensor, on_device
 
 # Keys of a block; rows of a block, where segments have more than one.
 _BLOCK_KEYS, _BLOCK_ROWS = 64, 32
-# Most elements of a tile's scores, all heads counted.
+# Maximum elements of a tile's scores, all heads counted.
 _MAX_TILE_ELEMENTS = 1 << 23
 # The least score: below it, exponentials are zero.
 _LEAST = -1e30
@@ -306,7 +306,8 @@ class _Shape:
         """Return a store's keys (or values) of each unit, float32 [U, Hkv, block keys, D]."""
         pages, within, _ = self._part.places
         found = store[pages[tile.keys], within[tile.keys]].float()
-        # In one piece, since a single unit would be multiplied another way, and rounded otherwise.
+        # Returned in one piece, since a single unit would be multiplied another way, and rounded
+        # otherwise.
         return (
             found.view(*found.shape[:2], self.num_key_heads, self.width)
             .transpose(1, 2)

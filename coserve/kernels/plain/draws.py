@@ -10,7 +10,8 @@ from coserve.kernels.transfer import on_device
 # Candidates among which top-k and top-p are looked for first.
 _NUM_CANDIDATES = 1024
 # Where top-p needs more tokens than that, probability is counted in bins, which reach this far
-# below the likeliest score: what lies deeper has less of it than top_p can tell from 1.
+# below the likeliest score: all lower scores together have less probability than the smallest
+# difference of a top_p from 1.
 _NUM_BINS = 4096
 _DEPTH = 32.0
 
@@ -56,7 +57,8 @@ def _draw_cut(
     shares = (ordered - total).double().exp_()
     reach = shares.cumsum(-1)
     least, ties = _edge(ordered, within & (reach - shares < top_p))
-    # In the order of the vocabulary, so that a number leads to the same token as in the whole row.
+    # Candidates are in the order of the vocabulary, so that a number leads to the same token as in
+    # the whole row.
     candidates = candidates.sort(-1).values
     tokens = candidates.gather(
         1, _draw_above(scores.gather(1, candidates), least, ties, uniform)[:, None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-# What `grouped_mm` asks of the bytes of a row.
+# Bytes of which `grouped_mm` wants a row to be a multiple.
 _ALIGNMENT = 16
 # Elements of matrices that are gathered at once.
 _TILE_ELEMENTS = 1 << 22

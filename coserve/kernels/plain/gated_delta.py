@@ -184,7 +184,8 @@ class _Chunk:
         d_beta = (d_right * self.v).sum(-1, keepdim=True) - grown * k_state
         d_beta += (by_system * (k @ k.mT)).sum(-1, keepdim=True)
 
-        # What the sums of g change: decays between rows, from the state to a row, and to the end.
+        # Gradients of the sums of g: through the decays between rows, from the state to a row, and
+        # to the end.
         pairs = d_scores * scores + d_system * self.system
         kept = (at_end * d_end).sum(-1, keepdim=True)
         d_total = pairs.sum(-1, keepdim=True) - pairs.sum(-2)[..., None] - kept

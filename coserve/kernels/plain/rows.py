@@ -62,7 +62,7 @@ def _grouped(x: Tensor, weight: Tensor) -> Tensor:
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x / rms(x) and 1 / rms(x), float32."""
     grouped = _grouped(x, weight)
-    # As fast as PyTorch gets it on a CPU: one pass, where the mean of the squares takes two.
+    # One pass, the fastest that PyTorch offers on a CPU; the mean of the squares takes two.
     mean_square = (
         torch.linalg.vector_norm(grouped, dim=-1, keepdim=True).square_().div_(grouped.shape[-1])
     )

@@ -19,9 +19,9 @@ from coserve.kernels.triton.products import is_exact
 
 # The fewest queries of a tile, which matrix units take.
 _MIN_QUERIES = 16
-# Of a head: a wider one would not fit.
+# Maximum width of a head: a wider one does not fit.
 _MAX_WIDTH = 256
-# What has segments and tiles.
+# Classes with segments and tiles.
 Tiled = TritonAttentionBatch | TritonAttentionRoom | StaticSegments
 
 
