@@ -122,7 +122,7 @@ class TargetedConfig(NamedConfig):
     """PEFT's field by setting, for the choice of targets."""
     whole_names: ClassVar[Mapping[str, str]] = {"modules_to_save": "modules_to_save"}
     """PEFT's field by setting, for modules that are trained as a whole."""
-    required = ("target_modules",)
+    required: ClassVar[tuple[str, ...]] = ("target_modules",)
 
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that the method sits at; see `Targets`."""
