@@ -94,7 +94,7 @@ def test_a_bare_number_is_no_slo(
     out, err = capsys.readouterr()
     assert ended.value.code == 2
     assert out == "" and err.count("\n") == 1
-    assert option in err and "give 50ms (which is 0.05s), or 50s" in err
+    assert option in err and "use 50ms (which is 0.05s), or 50s" in err
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1s", "1 parsec", "1e3s", "s"])

@@ -180,7 +180,7 @@ def test_one_in_the_background_is_streamed_and_cancelled(client: Any):
     ended = client.responses.cancel(other.id)
     assert ended.status in ("cancelled", "incomplete", "completed")
     assert client.responses.retrieve(other.id) == ended
-    with pytest.raises(BadRequestError, match="over"):
+    with pytest.raises(BadRequestError, match="has ended"):
         client.responses.retrieve(other.id, stream=True)
 
 

@@ -186,7 +186,7 @@ def test_tags_come_where_their_triggers_do(client: OpenAI):
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         ({"response_format": STRICT, "guided_regex": "a"}, "guided_regex", "only one"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
         (
             {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "("}},
             "structured_outputs",

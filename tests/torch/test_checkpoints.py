@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
             submit(other, checkpoint=checkpoint)
         (checkpoint / file).write_bytes(whole)
         assert not other.jobs
-    with pytest.raises(JobError, match="no checkpoint"):
+    with pytest.raises(JobError, match="not a checkpoint"):
         submit(other, checkpoint=tmp_path / "elsewhere")
     submit(other, checkpoint=checkpoint)
 

@@ -690,7 +690,7 @@ def test_what_is_no_message_ends_the_connection(tmp_path):
     mine = connect(tmp_path / "socket")
     (other,) = listener.accept()
     mine._end.send(b"\x03\0\0\0abc")
-    with pytest.raises(ConnectionError, match="cannot be understood"):
+    with pytest.raises(ConnectionError, match="cannot be decoded"):
         other.receive()
     for each in (mine, other, listener):
         each.close()
