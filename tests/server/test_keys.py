@@ -133,7 +133,7 @@ def test_a_wrong_file_is_refused_and_when_it_is_read_again_changes_nothing(
         Keys(config)
     keys.reload()
     assert keys.ring.tenant_of("good") == "ann"
-    assert words in caplog.text and "stay so" in caplog.text
+    assert words in caplog.text and "remain as they were" in caplog.text
     assert "my-secret" not in caplog.text
     keys_file(tmp_path, "", ben="better")
     keys.reload()
