@@ -31,7 +31,7 @@ from coserve.server.options.hosts import hosts_of
 from coserve.server.page import assets
 from coserve.version import VERSION
 
-# Those that routes here have, beside HEAD, which is answered as GET is.
+# Methods of the routes, without HEAD, which is answered as GET.
 _METHODS = ("GET", "POST", "DELETE")
 
 

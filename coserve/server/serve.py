@@ -52,7 +52,7 @@ from coserve.worker.process import main as run_engine
 
 _log = logging.getLogger(__name__)
 
-# For answers that are whole, but not sent yet.
+# Seconds for sending answers that are complete.
 _LAST_ANSWERS_S = 5
 # Connections that the system keeps until they are accepted.
 _BACKLOG = 2048
@@ -108,7 +108,7 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        # Of a client whose machine is gone, the system finds out.
+        # Lets the system detect clients whose machine is gone.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listening.listen(_BACKLOG)
     except OSError as error:

@@ -194,6 +194,5 @@ def find_adapter(
 
 
 def _with_engine_name(record: AdapterRecord) -> AdapterRecord:
-    # Not even after a restart the same: a job that began with one by this name must not meet
-    # another.
+    # Unique even across restarts: a job that began with an adapter must not get another one.
     return replace(record, engine_name=f"{record.tenant}/{record.name}#{uuid4().hex}")

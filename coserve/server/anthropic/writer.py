@@ -23,7 +23,7 @@ from coserve.server.tool_parsers.base import (
 
 Event = dict[str, Any]
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
-# Of the blocks that are streamed: the type, the field that grows, and its delta's type.
+# Streamed blocks by type: the field that grows, and the type of its deltas.
 _DELTAS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
 
 

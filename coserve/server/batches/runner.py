@@ -260,7 +260,7 @@ class BatchRunner:
                     task = group.create_task(
                         work(line, begun_s + window_s * (place + 1) / num_lines)
                     )
-                    # Also of one that is cancelled before it begins.
+                    # A callback, since a task that is cancelled before it begins runs no `finally`.
                     task.add_done_callback(lambda task: self._places.release(record.tenant))
         except TimeoutError:
             message = "This request could not be executed before the completion window expired."

@@ -85,7 +85,7 @@ def read_body(kind: type[B], body: bytes, fields: FieldPolicy | None = None) -> 
             of that kind.
     """
     try:
-        # Of bytes, `json` would take UTF-16 as well, and halves of characters.
+        # Given bytes, `json` would accept UTF-16 and lone surrogates as well.
         value = json.loads(body.decode("utf-8-sig"), object_pairs_hook=named_once)
     except RecursionError:
         raise no_json("it is nested too deeply") from None

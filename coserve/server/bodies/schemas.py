@@ -176,7 +176,7 @@ class ResponseFormat(OpenBody):
     """Kind of format."""
     json_schema: JsonSchemaFormat | None = None
     """JSON schema, for type json_schema."""
-    # What llama.cpp, TGI, Together and Fireworks call the schema, pattern or grammar.
+    # Other places of the schema, pattern or grammar: llama.cpp, TGI, Together and Fireworks.
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     value: str | dict[str, Any] | None = None
     """Schema or pattern (TGI)."""

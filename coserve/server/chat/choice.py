@@ -13,7 +13,7 @@ from coserve.server.tool_parsers.base import (
     Reasoning,
 )
 
-# As DeepSeek and LiteLLM name it, and as vLLM does.
+# Names of the reasoning: DeepSeek's and LiteLLM's, and vLLM's.
 _REASONING = ("reasoning_content", "reasoning")
 
 

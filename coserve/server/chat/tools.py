@@ -18,8 +18,8 @@ from coserve.server.tool_parsers import (
 )
 
 _ANY_ARGUMENTS = {"type": "object"}
-# Of calls that must be made, where the model's own format is not known, or begins with a special
-# token, which a grammar of text has no word for: JSON alone.
+# Format of required calls if the model's own is unknown, or begins with a special token, which a
+# grammar of text cannot express.
 _PLAIN = parser_class("llama3_json")
 
 

@@ -36,9 +36,9 @@ from coserve.server.text.prompts import TokenPiece
 
 # OpenAI's default.
 _MAX_TOKENS = 16
-# Of one request: prompts, each n times.
+# Maximum number of choices of a request: prompts times n.
 _MAX_CHOICES = 2048
-# What a choice says of its prompt where that was asked for.
+# Fields of a choice about its prompt, null unless asked for.
 _OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
@@ -72,7 +72,7 @@ async def completion_request(
     check_details(body)
     prompts = _prompts(body)
     generation = await _generation(body, prompts, context, tenant, arrival_s)
-    # What an echo begins with: the prompt as it came.
+    # An echo begins with the prompt as it was sent.
     echoes = [
         prompt
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None
@@ -202,7 +202,7 @@ class CompletionWriter:
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
-        # As vLLM has it, null where it was not asked for.
+        # As in vLLM, null unless asked for.
         unasked = dict.fromkeys(_OF_PROMPT)
         choices = [{**_choice(index), **unasked} for index in range(len(self._logprobs))]
         async with aclosing(self._pieces()) as pieces:

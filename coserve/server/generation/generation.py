@@ -46,7 +46,7 @@ _SAME = (
 )
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _MIN_LOGPROB = -9999.0
-# Of what is wrong in one field, in one message.
+# Maximum number of wrong values that an error message names.
 _MAX_NAMED = 8
 
 

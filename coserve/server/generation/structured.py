@@ -101,7 +101,7 @@ def _of_format(asked: ResponseFormat) -> Grammar | None:
         return _json(asked.schema_)
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         raise ValueError("response_format of type json_schema needs json_schema.schema")
-    # As OpenAI has it: what is not strict follows the schema as far as it can be followed.
+    # As in OpenAI's API, a schema that is not strict is followed as far as possible.
     return Grammar.json_schema(asked.json_schema.schema_, is_lenient=not asked.json_schema.strict)
 
 

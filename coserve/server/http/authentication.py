@@ -13,7 +13,7 @@ from coserve.server.tenancy.task_turns import current_tenant
 # Probes bring no keys, and browsers none before somebody has signed in: the page that asks for the
 # key tells nothing.
 _OPEN_PATHS = ("/health", "/ready", "/ping", "/", "/ui")
-# Where Anthropic's clients put the key.
+# Header in which Anthropic's clients send the key.
 _ANTHROPIC = b"x-api-key"
 
 

@@ -13,19 +13,19 @@ from coserve.server.errors import ApiError
 from coserve.server.http.responses import error_response
 
 _UPLOADS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
-# Of a multipart upload, around the file.
+# Bytes of a multipart upload around its file.
 _AROUND_A_FILE = 1 << 20
-# These hold prompts.
+# Paths whose bodies have prompts.
 _LONG_BODIES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/chat/completions/batch", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize"),
 )
-# All others hold settings.
+# Maximum size of all other bodies, which have settings.
 _SETTINGS_BYTES = 1_000_000
-# What a body may be slower than for as long as a pause may last, and no longer.
+# Rate of a body that is never too slow.
 _MIN_BYTES_PER_S = 10_000
-# Bodies of the longest kind that may be in memory at once, by their bytes.
+# Memory for bodies, in bodies of the maximum size.
 _MAX_LONG_BODIES = 8
 
 

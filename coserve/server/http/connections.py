@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 NUM_RESERVED = 32
 # Connections that are accepted before the event loop looks at any of them.
 ACCEPT_AT_ONCE = 64
-# For the store, the engine, and what is being accepted.
+# Open files for the store, the engine, and connections that are being accepted.
 _OTHER_FILES = 64 + ACCEPT_AT_ONCE + NUM_RESERVED
 _MIN_CONNECTIONS = 16
 # After this, a client that reads nothing of what is sent to it is dropped.
@@ -40,9 +40,9 @@ _TOO_MANY = "The server has no free connection: all are busy; try again in a sec
 _PROBES = ("/health", "/ready")
 # What was sent last may still be on its way when a connection is closed.
 _LINGER_S = 5.0
-# Of a body that is still coming when its request has been answered: small ones are read, so that
-# the connection can be used again. Of others no more than this is read, and the client has some
-# time to read its answer.
+# The rest of a body whose request has been answered is read up to this size, so that the
+# connection can be used again. Of a longer one no more is read, and the client has a moment to read
+# its answer.
 _MAX_UNWANTED_BYTES = 1 << 20
 _UNWANTED_LINGER_S = 1.0
 

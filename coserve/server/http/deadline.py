@@ -19,7 +19,7 @@ _PATHS = (
     ),
     "/v1/messages",
 )
-# For the error of a stream to a client that does not read it.
+# Seconds for which the last event of a stream is offered to a client that does not read.
 _LAST_WORDS_S = 5.0
 
 

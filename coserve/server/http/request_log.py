@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _MAX_PATH = 500
-# In a request's state.
+# Keys in a request's state.
 _IS_GIVEN, _COMPLETION = "request_id_is_given", "completion"
 
 

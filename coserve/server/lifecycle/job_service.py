@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Of batches, as many requests are under way as engines run at once; of more nodes than this, as
-# many as of these: they are in this process's memory.
+# Batches have as many concurrent requests as the engines of up to this many nodes run: they are in
+# this process's memory.
 _MAX_NODES = 32
 
 

@@ -29,7 +29,7 @@ class RunningServer:
 
     url: str
     """URL by which this machine reaches it."""
-    # As clients call it.
+    # Name by which clients ask for it.
     model: str
     pid: int
     """Its process id."""

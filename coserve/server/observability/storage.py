@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 # Each look writes to the store.
 _FRESH_S = 2.0
-# What a client reads of a database that cannot be used; where it is, is its operator's business.
+# Message to clients, which does not reveal where the database is.
 _AWAY = "the database cannot be used now"
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-# Which operation a completion of a path is.
+# Operation by path, in OpenTelemetry's terms.
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-# Fields of SamplingParams, where they are what the convention knows.
+# Fields of SamplingParams that the convention has, too.
 _SAME = (
     "temperature",
     "top_p",
@@ -40,9 +40,9 @@ _SAME = (
     "presence_penalty",
 )
 _INPUT_TOKENS, _OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
-# How long the last spans may take at the end.
+# Milliseconds for sending the last spans at the end.
 _FLUSH_MS = 3000
-# How long a request that is over is known.
+# Seconds for which an ended request is known.
 _KEPT_S = 30.0
 # The span of the request that is being answered.
 _current: "ContextVar[Span | None]" = ContextVar("span", default=None)

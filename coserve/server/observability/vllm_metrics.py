@@ -29,7 +29,7 @@ _GAUGES = {
     "num_requests_running": "coserve_requests_running",
     "num_requests_waiting": "coserve_requests_waiting",
 }
-# With the value of the label `kind`.
+# vLLM's counters of tokens, with the value of the label `kind`.
 _TOKENS = {
     "prompt_tokens": "prompt",
     "generation_tokens": "generated",

@@ -13,8 +13,7 @@ from coserve.tuning.training_files import TrainingFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a file, what is read at once: a moment's work. An array is one value, which has no beginning
-# that could be read.
+# Bytes that are read of a file of lines, and of a JSON array, which must be read completely.
 _MAX_BYTES, _MAX_ARRAY_BYTES = 1 << 18, 1 << 22
 
 

@@ -11,7 +11,7 @@ from coserve.jobs.sql.transaction import Transaction
 from coserve.server.page.curves import Chart, LossCurve, loss_curve, step_curve
 from coserve.server.page.words import seconds, share
 
-# Of a curve; a job of many steps shows each n-th.
+# Maximum number of points of a curve; a job of more steps shows each n-th.
 _MAX_POINTS = 200
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What owners of pages are, for those who have not read the code.
+# Names of the owners of pages on the page.
 _NAMES = {
     "kv": "requests (KV cache)",
     "activations": "jobs (activations)",

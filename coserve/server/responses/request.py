@@ -65,7 +65,7 @@ async def response_request(
     except ApiError as error:
         head, dot, rest = (error.param or "").partition(".")
         if (place := head.partition("[")[0]) in _NAMES:
-            # Which item a message was made of, is not known.
+            # The item that a message was made of is not known.
             is_whole = head == place
             error.param = _NAMES[place] + (dot + rest if is_whole else "")
         raise

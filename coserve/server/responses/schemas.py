@@ -7,8 +7,7 @@ from pydantic import ConfigDict, Field
 from coserve.server.bodies.schemas import Body, List, Name, OpenBody, SamplingBody
 
 _MAX_ITEMS = 10_000
-# Of these, log-probabilities alone are there; the others tell of tools that no request here can
-# have.
+# Only log-probabilities have an effect; the others are about tools that no request here can have.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",

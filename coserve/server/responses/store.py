@@ -13,11 +13,11 @@ from coserve.server.http.responses import to_json
 from coserve.server.responses.context import ResponsesContext
 from coserve.server.stored.lookup import find_stored
 
-# As OpenAI keeps them.
+# Seconds for which responses are stored, as in OpenAI's API.
 _KEPT_S = 30 * 24 * 3600
-# Those that have come to a good end.
+# States of responses that ended well.
 USABLE = ("completed", "incomplete")
-# Responses that follow one another in one conversation.
+# Maximum number of responses that continue one another.
 _LONGEST_CHAIN = 10_000
 
 

@@ -28,7 +28,7 @@ from coserve.server.responses.request import check_metadata
 from coserve.server.responses.schemas import Includable, InputItem
 
 router = APIRouter(route_class=JsonRoute)
-# As OpenAI has it.
+# OpenAI's limit.
 _MAX_ITEMS = 20
 
 

@@ -20,7 +20,7 @@ from coserve.server.text.prompts import Prompts, num_characters
 router = APIRouter(route_class=JsonRoute)
 # Counted before the tokenizer sees them: it takes a second or two for as many.
 _MAX_CHARACTERS = 1_000_000
-# What a JSON number can say exactly; transformers writes 1e30 for "no limit".
+# Largest integer that a JSON number represents exactly; transformers writes 1e30 for "no limit".
 _LARGEST = 2**53
 
 

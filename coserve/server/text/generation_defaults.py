@@ -11,7 +11,7 @@ from coserve.errors import ModelError
 _log = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-# As vLLM takes them. Whether to sample at all (`do_sample`) is the request's affair alone.
+# Fields that vLLM takes, too; whether to sample at all (`do_sample`) is up to the request.
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 

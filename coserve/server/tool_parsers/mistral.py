@@ -15,7 +15,7 @@ from coserve.server.tool_parsers._marked import MarkedCalls
 from coserve.server.tool_parsers.base import Content, JsonCalls
 
 _BEGIN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-# What comes before the arguments; it ends with them, or with the marker.
+# Text before the arguments; it ends with them, or with the marker.
 _HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _LONGEST_HEAD = 256
 
