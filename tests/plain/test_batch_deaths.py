@@ -110,7 +110,7 @@ def test_lines_that_kill_are_set_aside_and_all_others_are_answered(num_lines: in
 def test_suspects_run_apart_from_all_others():
     async def test() -> None:
         turns, order = BatchTurns(), list[str]()
-        turns.know({("b", "suspect"): LineDeaths(num=2, num_lines=1)})
+        turns.add_deaths({("b", "suspect"): LineDeaths(num=2, num_lines=1)})
 
         async def hold(name: str, ended: asyncio.Event) -> None:
             async with turns.turn(("b", name)):
@@ -141,7 +141,7 @@ def test_suspects_run_apart_from_all_others():
 def test_a_suspect_whose_batch_is_cancelled_holds_up_nobody():
     async def test() -> None:
         turns = BatchTurns()
-        turns.know({("b", "suspect"): LineDeaths(num=2, num_lines=1)})
+        turns.add_deaths({("b", "suspect"): LineDeaths(num=2, num_lines=1)})
 
         async def hold(name: str) -> None:
             async with turns.turn(("b", name)):

@@ -66,7 +66,7 @@ class PoisonedStorm:
         self.counts["servers"] += 1
         self._server, self._with_it = asyncio.Event(), {}
         self._turns = BatchTurns()
-        self._turns.know(self._recorded)
+        self._turns.add_deaths(self._recorded)
         left = [line for line in self.lines if line not in self.ends]
         tasks = [asyncio.create_task(self._ask(line)) for line in left]
         dead = asyncio.create_task(self._server.wait())

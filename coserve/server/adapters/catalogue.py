@@ -84,7 +84,7 @@ class LoadedAdapters:
         """Adapters of all tenants."""
         return tuple(self._known.values())
 
-    def knows(self, tenant: str, name: str) -> bool:
+    def has(self, tenant: str, name: str) -> bool:
         """Return whether an adapter is on record, served or not."""
         return (tenant, name) in self._known or (tenant, name) in self._unusable
 

@@ -146,7 +146,7 @@ class BatchRunner:
         results = self._results[id]
         under_way, deaths = results.journal.read()
         answered, failed = results.done()
-        self._lines.turns.know({(id, line): each for line, each in deaths.items()})
+        self._lines.turns.add_deaths({(id, line): each for line, each in deaths.items()})
         return under_way - answered - failed
 
     async def _charge(self, id: str, lines: set[str], num_lines: int) -> None:

@@ -34,7 +34,7 @@ class BatchTurns:
         """Number of lines that wait to be admitted."""
         return len(self._waiting)
 
-    def know(self, deaths: Mapping[LineKey, LineDeaths]) -> None:
+    def add_deaths(self, deaths: Mapping[LineKey, LineDeaths]) -> None:
         """Add recorded deaths."""
         self._deaths |= deaths
 

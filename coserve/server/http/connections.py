@@ -165,12 +165,12 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, config: "Config", *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
-        self.app = self._telling_ends(self.app)
+        self.app = self._announcing_ends(self.app)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_ending = False
         self._num_unwanted_bytes = 0
 
-    def _telling_ends(self, app: ASGIApp) -> ASGIApp:
+    def _announcing_ends(self, app: ASGIApp) -> ASGIApp:
         """Return the application, with `Connection: close` in answers to long bodies that are not
         read.
 
@@ -178,7 +178,7 @@ class HttpProtocol(H11Protocol):
         """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            async def tell(message: Message) -> None:
+            async def send_closing(message: Message) -> None:
                 if (
                     message["type"] == "http.response.start"
                     and self.conn.their_state is h11.SEND_BODY
@@ -189,7 +189,11 @@ class HttpProtocol(H11Protocol):
                     }
                 await send(message)
 
-            await app(scope, receive, tell if scope["type"] == "http" and _is_long(scope) else send)
+            await app(
+                scope,
+                receive,
+                send_closing if scope["type"] == "http" and _is_long(scope) else send,
+            )
 
         return answer
 
@@ -241,7 +245,7 @@ class HttpProtocol(H11Protocol):
         if self.known.are_too_many:
             self.known.end_idlest(self)
         if len(self.known.all) > self.known.most + NUM_RESERVED:
-            self._say(503, _TOO_MANY)
+            self._answer(503, _TOO_MANY)
         elif self.known.are_too_many:
             self.app = _probes_of(self.app)
 
@@ -287,7 +291,7 @@ class HttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer an invalid request in OpenAI's form, where uvicorn sends plain text."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self._say(400, "The request is not valid HTTP, or its headers are too long.")
+            self._answer(400, "The request is not valid HTTP, or its headers are too long.")
         else:
             self._close()
 
@@ -310,14 +314,14 @@ class HttpProtocol(H11Protocol):
     def _headers_are_late(self) -> None:
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and self.conn.their_state is h11.IDLE:
-            self._say(
+            self._answer(
                 408,
                 f"The request's headers did not arrive within {self.known.timeout_headers_s:g} s.",
             )
         else:
             self._close()
 
-    def _say(self, status: int, message: str) -> None:
+    def _answer(self, status: int, message: str) -> None:
         """Send a last answer that belongs to no request, and close the connection."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         body = json.dumps(

@@ -173,7 +173,7 @@ async def delete_model(
 ) -> Response:
     """Delete a model that a job has made with its checkpoints, or one of those."""
     name = unquote(model)
-    if name in models.base_names or models.loaded.knows(tenant, name):
+    if name in models.base_names or models.loaded.has(tenant, name):
         raise ApiError(
             f"The model '{name}' was not made by fine-tuning, and cannot be deleted.", param="model"
         )

@@ -151,7 +151,7 @@ async def unload_lora_adapter(
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     async with models.loaded.lock:
-        if not models.loaded.knows(tenant, body.lora_name):
+        if not models.loaded.has(tenant, body.lora_name):
             message = f"The lora adapter '{body.lora_name[:_LONGEST_NAME]}' cannot be found."
             raise ApiError(message, status=404, kind="NotFoundError", param="lora_name")
         known = models.loaded.find(tenant, body.lora_name)
