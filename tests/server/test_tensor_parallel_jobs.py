@@ -149,22 +149,23 @@ def test_what_two_ranks_did_can_be_run_again_on_one(tmp_path: Path):
 
 @pytest.mark.long
 def test_a_job_loses_nothing_while_ranks_are_killed_again_and_again(served: Served):
-    """At any moment: of a start, a step, a command or a checkpoint."""
+    """At any moment: of a step, a command or a checkpoint; and every fifth time of a start. Starts
+    that fail in a row are put off for longer each time, up to half a minute, so that none is killed
+    twice.
+    """
     rng, num_epochs = Random(0), 20
     undisturbed = create(served, num_epochs=num_epochs)
     with serving_on_two_ranks() as killed:
         job = create(killed, checkpoint_every_steps=1, num_epochs=num_epochs)
-        for _ in range(NUM_RANK_KILLS):
+        for number in range(NUM_RANK_KILLS):
             engine = killed.wait_until(lambda: engine_of(killed))
+            find_ranks = started_ranks if number % 5 == 4 else ready_ranks
             pids = killed.wait_until(
-                lambda engine=engine: children_of(engine) or not is_alive(engine)
+                lambda find=find_ranks, engine=engine: find(killed, engine), limit_s=120
             )
             time.sleep(rng.random())
-            if pids is not True and is_alive(victim := rng.choice(pids)):
-                os.kill(victim, signal.SIGKILL)
-                killed.wait_until(
-                    lambda all=(*pids, engine): not any(map(is_alive, all)), limit_s=30
-                )
+            os.kill(rng.choice(pids), signal.SIGKILL)
+            killed.wait_until(lambda all=(*pids, engine): not any(map(is_alive, all)), limit_s=30)
         killed.wait_until(lambda: is_over(killed, job), limit_s=240)
         assert retrieved(killed, job).status == "succeeded", killed.log.read_text()
         found = losses(killed, job)
@@ -177,3 +178,14 @@ def engine_of(served: Served) -> int | None:
     """The engine's process; None while there is none."""
     forks = children_of(served.fork_server_pid())
     return forks[0] if forks else None
+
+
+def started_ranks(served: Served, engine: int) -> list[int]:
+    """The processes that an engine has started for its ranks; none before it has."""
+    return children_of(engine)
+
+
+def ready_ranks(served: Served, engine: int) -> list[int]:
+    """The ranks of an engine that is ready; none before it is."""
+    pids = [each["pid"] for each in ranks_of(served)]
+    return pids if set(pids) <= set(children_of(engine)) else []
