@@ -155,9 +155,8 @@ class EngineLink:
         """Return the stage of an engine that is starting; None before it has told, and once it is
         ready."""
         self._streams: dict[str, RequestStream] = {}
-        self._stopped: set[tuple[str, int]] = (
-            set()
-        )  # sequences whose end the engine has not reported yet
+        # Sequences that ended with a stop string, whose end the engine has not reported yet.
+        self._stopped: set[tuple[str, int]] = set()
         self._calls: dict[int, asyncio.Future[None]] = {}
         # Another server's calls, which an engine may still answer, have other numbers.
         self._numbers = itertools.count(secrets.randbits(62))
@@ -298,8 +297,9 @@ class EngineLink:
                 self._on_progress(report)
 
     def _reported(self, report: StepReport) -> None:
-        read = [chunk for each in report.chunks if (chunk := self._read(each)) is not None]
-        report = msgspec.structs.replace(report, chunks=read)
+        with_text = [self._read(chunk) for chunk in report.chunks]
+        chunks = [chunk for chunk in with_text if chunk is not None]
+        report = msgspec.structs.replace(report, chunks=chunks)
         if report.stats is not None and self._ready is not None:
             self._ready = msgspec.structs.replace(self._ready, slo=report.stats.slo)
         # Listeners first: they are to know of a request's end before its client does.

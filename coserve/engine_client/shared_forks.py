@@ -146,9 +146,8 @@ def main() -> None:
                     used_s = time.monotonic()
                 children -= ended
             path.unlink(missing_ok=True)
-            path.with_suffix(".lock").unlink(
-                missing_ok=True
-            )  # who has opened it by now has one all the same
+            # A process that has opened it by now holds a lock all the same.
+            path.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ class SequenceText:
         for place, token in enumerate(chunk.tokens):
             self.num_tokens += 1
             is_last = place == len(chunk.tokens) - 1
-            if (
-                is_last and chunk.finish_reason == "stop"
-            ):  # this token ends it, and is not part of the text
+            # An end token is not part of the text.
+            if is_last and chunk.finish_reason == "stop":
                 break
             text += self._text.push(token, may_stop=self.num_tokens > self._min_tokens)
             if self._text.stopped is not None:

@@ -221,11 +221,8 @@ class PrefillEnd:
                 self._engine.log.execute(
                     ExportPages(command.path, tuple(pages[block] for block in blocks), places)
                 )
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # the file has gone: the prompt is not wanted any more
+        except (OSError, ValueError, RuntimeError) as error:
+            # The file is gone: the prompt is not wanted any more.
             self._engine.cancel(prompt.request)
             self._refuse(partner, command.id, f"its pages cannot be copied: {error}")
             return

@@ -49,6 +49,7 @@ def after_death(known: Mapping[str, Deaths], under_way: Mapping[str, int]) -> di
         under_way: Jobs that the engine worked for, with the optimizer step of each.
     """
     is_its_own = len(under_way) == 1
+    # A cause that is known clears those that were only suspected.
     after = {job: each for job, each in known.items() if each.num > 0 or not is_its_own}
     for job, step in under_way.items():
         before = after.get(job, Deaths(num=0, step=0))

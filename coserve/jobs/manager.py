@@ -260,9 +260,8 @@ class JobManager:
                 await asyncio.wait([earlier])
         # A client that gives up does not take back what it asked for.
         job = await asyncio.shield(asked)
-        if not (
-            desired == "end" and job.status == "cancelled"
-        ):  # then it may have ended while the engine was told
+        # Any other status means that the job ended by itself meanwhile.
+        if not (desired == "end" and job.status == "cancelled"):
             check_not_over(job, unless_resumed=desired == "run")
         return job
 

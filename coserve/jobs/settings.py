@@ -156,10 +156,10 @@ class JobSettings:
         counted.
         """
         if not num_examples:
-            names = ("n_epochs", "batch_size", "learning_rate_multiplier")
-            known = {
-                name: "auto" if (value := getattr(self, name)) is None else value for name in names
-            }
+            known: dict[str, Any] = {}
+            for name in _OPENAIS:
+                value = getattr(self, name)
+                known[name] = "auto" if value is None else value
             return known | self._objective_settings()
         config = self.tuning_config(num_examples)
         return {

@@ -107,6 +107,7 @@ class CommandQueue:
 
         A command that is put meanwhile runs in its turn.
         """
+        # A command may put others while it runs: the call that runs it makes another pass.
         self._has_more = True
         if self._is_doing:
             return None
@@ -123,6 +124,7 @@ class CommandQueue:
     def _pass(self) -> QueuedCommand | None:
         blocked: set[str] = set()
         slow: QueuedCommand | None = None
+        # A command that cannot run now holds up all later ones that share a key with it.
         for each in list(self._waiting):
             if each.keys & blocked or not self._is_read(each):
                 blocked |= each.keys

@@ -133,9 +133,8 @@ class Commands:
         job = command.job
         keys = [_job_key(job.id)]
         if job.config.live and job.checkpoint is not None:
-            keys.append(
-                _adapter_key(job.name)
-            )  # it serves as soon as it has resumed: who asks for it by then waits
+            # A live job serves as soon as it has resumed: requests for its adapter wait for that.
+            keys.append(_adapter_key(job.name))
         if job.start is not None and job.checkpoint is None:
             keys.append(_adapter_key(job.start.name))
             load = LoadAdapter(NO_CALL, job.start)  # its error comes again, with the command itself

@@ -60,9 +60,8 @@ class JobCommands:
         """
         self._engine, self._activity = engine, activity or Activity(None)
         self._shared = shared or SharedFiles()
-        self._lanes: dict[
-            str, JobLane
-        ] = {}  # of jobs that the engine has, and of those of which something waits
+        # Jobs that the engine has, and jobs whose reports wait.
+        self._lanes: dict[str, JobLane] = {}
         self._closing = Event()
 
     # -- adapters -------------------------------------------------------------------
@@ -123,7 +122,8 @@ class JobCommands:
 
     def _needed(self) -> frozenset[Path]:
         """Return the directories that jobs start from, which the device may not have read yet."""
-        jobs = [start for lane in list(self._lanes.values()) if (start := lane.start) is not None]
+        starts = [lane.start for lane in list(self._lanes.values())]
+        jobs = [start for start in starts if start is not None]
         named = [job.checkpoint for job in jobs] + [
             job.start.directory for job in jobs if job.start is not None
         ]
@@ -273,9 +273,8 @@ class JobCommands:
         if done.contribution is not None and done.written is not None:
             if (failure := done.written.exception()) is None:
                 pending.contributions.append(done.contribution)
-            elif self._start_of(done.job) is not None and not isinstance(
-                failure, DiskFullError
-            ):  # which is waited for
+            elif self._start_of(done.job) is not None and not isinstance(failure, DiskFullError):
+                # A full disk is waited for; only a shutdown ends that wait.
                 pending.events.append(self._fail(done.job, str(failure)))
             return
         if done.written is not None:
@@ -290,9 +289,8 @@ class JobCommands:
                 _log.error("job %s: %s", done.job, error)
         if done.adapter is not None and done.adapter in self._engine.versions:
             if error is None:
-                self._engine.ensure_adapter(
-                    done.adapter, directory
-                )  # it is there; from now on it may make room
+                # It is loaded already; now that it is on disk, it may be evicted.
+                self._engine.ensure_adapter(done.adapter, directory)
             else:
                 self._engine.unload_adapter(done.adapter)
         is_success = done.event is not None and done.event.kind == "succeeded"

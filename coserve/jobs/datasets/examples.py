@@ -140,8 +140,13 @@ def read_examples_file(path: str | Path) -> list[Example]:
         raise DataError(f"the examples in {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise DataError(f"the examples in {path} are damaged: {error}") from None
-    return [
-        Example(
+    bounds = pairwise(accumulate(lengths, initial=0))
+    extras = packed.extras or [((), (), ())] * len(lengths)
+    examples = []
+    for (start, end), cut, (parts, labels, values) in zip(
+        bounds, packed.truncated, extras, strict=True
+    ):
+        example = Example(
             tokens=tuple(tokens[start:end]),
             trained=tuple(mark != 0 for mark in packed.trained[start:end]),
             truncated=cut != 0,
@@ -149,10 +154,5 @@ def read_examples_file(path: str | Path) -> list[Example]:
             labels=labels,
             values=values,
         )
-        for (start, end), cut, (parts, labels, values) in zip(
-            pairwise(accumulate(lengths, initial=0)),
-            packed.truncated,
-            packed.extras or [((), (), ())] * len(lengths),
-            strict=True,
-        )
-    ]
+        examples.append(example)
+    return examples

@@ -30,7 +30,7 @@ class Folders:
             shared: Storage of the directory (default: this machine alone).
         """
         self._directory, self.shared = directory, shared or SharedFiles()
-        self._thin = set[str]()  # directories that have been thinned out, which nobody fills again
+        self._thin = set[str]()  # directories that were thinned out, and are never filled again
         make_private(directory)
 
     def examples(self, job: str) -> Path:
@@ -85,10 +85,9 @@ class Folders:
             done += [self._thin_out(each) for each in kept]
             done.append(self.shared.discard(self.validation(job)))
             done += [discard(path) for path in self.parts(job)]
+            # The examples go last: as long as they exist, the sweep is repeated at each start.
             if all(done):
-                self.shared.discard(
-                    self.examples(job)
-                )  # the last: as long as it is there, this has not been done
+                self.shared.discard(self.examples(job))
 
     def unswept(self) -> list[str]:
         """Return the ids of jobs whose examples exist, so that `sweep` has not finished."""

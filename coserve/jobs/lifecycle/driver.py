@@ -130,6 +130,8 @@ class JobDriver:
 
     async def settle(self) -> None:
         """Handle all queued events, as far as the store accepts them, and retry postponed jobs."""
+        # After a refusal of the store, everything waits for the timer; at the end of the server
+        # there is one last attempt.
         is_early = self._retry.is_waiting and not self.mailbox.is_closing
         if self.mailbox.blocked is not None and is_early:
             return
@@ -139,10 +141,12 @@ class JobDriver:
             return
         if is_early:
             return
+        # Jobs that fail again add themselves to the new set.
         again, self._put_off = self._put_off, set()
         await self._settle_jobs(again)
         if not self._put_off:
             self._retry.worked()
+        # Jobs that have ended or were paused may have freed slots.
         while (next := self.jobs.grant_next_slot()) is not None:
             await self.settle_job(next)
 
@@ -174,9 +178,9 @@ class JobDriver:
     async def _take_reports(self, reports: Sequence[EngineReported]) -> None:
         for id in {id for report in reports for id in report.jobs}:
             pending = self.jobs[id].pending if id in self.jobs else None
-            if (
-                pending is not None and pending.command == "start"
-            ):  # the job has been taken: its answer is on the way
+            # A report proves that the engine has accepted the job: the answer to the start is only
+            # late.
+            if pending is not None and pending.command == "start":
                 await self._take_answer(EngineAnswered(job=id, command=pending))
         last_step_s = {
             state.id: state.last_step_s for state in self.jobs if state.engine != "absent"
@@ -198,9 +202,8 @@ class JobDriver:
     async def _take_answer(self, answer: EngineAnswered) -> None:
         id, command, error = answer.job, answer.command, answer.error
         state = self.jobs.get(id)
-        if (
-            state is None or state.pending != command
-        ):  # the job has ended meanwhile, or has been seen to run
+        # The job may have ended meanwhile, or a report may have proved that it runs.
+        if state is None or state.pending != command:
             return
         refused = refusal(state, answer, is_current=self.jobs.is_current(id, command))
         self.jobs.apply(id, answer)
@@ -215,9 +218,9 @@ class JobDriver:
 
     async def _take_loss(self, loss: EngineLost) -> None:
         """Have the jobs of an engine that has died wait for the next one."""
-        self._adapters.lose_live(
-            loss.had
-        )  # first: who reads in the store that they wait must not find them served
+        # First of all: a client that sees in the store that a job waits must not find its adapter
+        # served.
+        self._adapters.lose_live(loss.had)
         lost = [state.id for state in self.jobs if loss.had(state.id) and state.engine != "absent"]
         queued, fatal = await asyncio.to_thread(self._writer.lose_engine, lost, loss.under_way)
         self.jobs.apply_loss(loss)

@@ -141,13 +141,11 @@ class JobWriter:
             LimitError: The tenant has max_jobs unfinished jobs.
         """
         with self._store.write() as transaction:
-            if (
-                max_jobs is not None
-                and (there := transaction.num_unfinished_jobs(record.tenant)) >= max_jobs
-            ):
+            num_jobs = transaction.num_unfinished_jobs(record.tenant)
+            if max_jobs is not None and num_jobs >= max_jobs:
                 raise LimitError(
-                    f"You have {there} jobs that have not ended, and may have {max_jobs}: cancel "
-                    f"one, or wait.",
+                    f"You have {num_jobs} jobs that have not ended, and may have {max_jobs}: "
+                    "cancel one, or wait.",
                     what="jobs",
                     retry_after_s=QUOTA_RETRY_S,
                 )
@@ -244,9 +242,8 @@ class JobWriter:
         with self._store.read() as transaction:
             checkpoints, deaths = transaction.all_checkpoints(id), transaction.deaths().get(id)
         job = self.job(id)
-        if (
-            deaths is not None and deaths.are_too_many
-        ):  # the server ended before it could write that down
+        # The server may have ended before it could write that the job has failed.
+        if deaths is not None and deaths.are_too_many:
             return ResumePoint(job=job, deaths=deaths)
         checkpoint = self._folders.resume_point(checkpoints)
         last = checkpoints[-1] if checkpoints else None
@@ -290,7 +287,7 @@ class JobWriter:
         results = self._write_results(job) if status == "succeeded" else None
         try:
             job, kept = self._record_end(job, status, error, results)
-        except BaseException:  # it is tried again, with a file of its own
+        except BaseException:  # the next attempt writes a file of its own
             if results is not None:
                 self._files.remove_blob(results.id)
             raise

@@ -55,9 +55,8 @@ class JobMailbox:
         self.is_closing = True
         self._awake.set()
         if self._task is not None:
-            with contextlib.suppress(
-                asyncio.CancelledError
-            ):  # thrown away before, as at the end of a process
+            # The task may have been cancelled before, as at the end of a process.
+            with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     # -- events ---------------------------------------------------------------------

@@ -87,11 +87,12 @@ class _ReportBatch:
         self._recorded, self._now_s = RecordedReports(), now_s
         self._last_step_s = dict(last_step_s)
         self._num_steps: dict[str, int] = {}
-        self.stepped: dict[str, JobRecord] = {}  # jobs that have made steps, as they are now
-        self.replaced: dict[
-            str, list[str]
-        ] = {}  # directories of checkpoints that others took the place of, by job
-        self.too_late: list[str] = []  # directories of checkpoints of jobs that are over
+        # Jobs that have made steps, as they are now.
+        self.stepped: dict[str, JobRecord] = {}
+        # Directories of checkpoints that newer ones have replaced, by job.
+        self.replaced: dict[str, list[str]] = {}
+        # Directories of checkpoints of jobs that are over.
+        self.too_late: list[str] = []
 
     def write(self, transaction: Transaction, report: EngineReported) -> None:
         """Write one report."""

@@ -178,12 +178,9 @@ def _wanted(
     directories = [each.directory for each in checkpoints] + [
         each.directory for each in adapters if each.directory
     ]
+    relative = {Path(_relative(home, each) or "") for each in directories}
     # What lies elsewhere is not this home's.
-    inside = {
-        path
-        for each in directories
-        if not (path := Path(_relative(home, each) or "")).is_absolute()
-    }
+    inside = {path for path in relative if not path.is_absolute()}
     return _Wanted(
         paths=frozenset(paths), whole=frozenset(whole), adapters=frozenset(inside - whole)
     )

@@ -79,14 +79,12 @@ def results_csv(events: Sequence[EventRecord]) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     steps = by_step(events)
-    columns = _COLUMNS | {
-        name: name for name in ANSWERS if any(name in data for data in steps.values())
-    }
+    measured = {name for data in steps.values() for name in data}
+    columns = _COLUMNS | {name: name for name in ANSWERS if name in measured}
     writer.writerow(columns)
     for data in steps.values():
-        writer.writerow(
-            ["" if (value := data.get(name)) is None else value for name in columns.values()]
-        )
+        values = [data.get(name) for name in columns.values()]
+        writer.writerow(["" if value is None else value for value in values])
     return text.getvalue().encode()
 
 

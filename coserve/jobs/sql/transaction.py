@@ -319,12 +319,10 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
 
     def adapter_directories(self) -> set[str]:
         """Return the directories of every tenant's adapters and checkpoints."""
-        return {
-            directory
-            for table in (AdapterTable, CheckpointTable)
-            for directory in self._session.scalars(select(table.directory))
-            if directory is not None
-        }
+        directories = set[str]()
+        for table in (AdapterTable, CheckpointTable):
+            directories.update(filter(None, self._session.scalars(select(table.directory))))
+        return directories
 
     def remove_adapter(self, tenant: str, name: str) -> bool:
         """Remove an adapter; return whether it existed."""
