@@ -73,7 +73,7 @@ class HandMade:
     def checkpoint(
         self, job: JobRecord, step: int, *, listed: bool = True, directory: Path | None = None
     ) -> Path:
-        """On disk, whole, and on record."""
+        """Write a complete checkpoint to disk and into the store."""
         directory = directory or self.folder(job) / "checkpoints" / f"step-{step}"
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")

@@ -238,7 +238,7 @@ class World:
             return list(reversed(transaction.events(tenant, id, after=None, limit=10_000).items))
 
     def checkpoints(self, id: str, tenant: str = TENANT) -> list[Any]:
-        """Those that are listed, the oldest first."""
+        """Return the listed checkpoints of a job, the oldest first."""
         with self.store.read() as transaction:
             return list(
                 reversed(transaction.checkpoints(tenant, id, after=None, limit=10_000).items)
@@ -252,7 +252,7 @@ class World:
         return answer
 
     async def abandon(self) -> None:
-        """As if the process had ended: nothing that is under way is done to its end."""
+        """Cancel everything under way, as if the process had ended."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

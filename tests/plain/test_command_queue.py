@@ -9,8 +9,7 @@ from coserve.worker.command_queue import CommandQueue
 
 
 def test_commands_that_put_others_are_done_in_order_however_many_there_are():
-    """As requests with one grammar that is being compiled, each of which then waits for its
-    adapter."""
+    """Requests with one grammar that is being compiled do this: each then waits for its adapter."""
     may_read, added = Event(), list[int]()
 
     def do(command: tuple[str, int], read: Callable[[], Any]) -> CoserveError | None:

@@ -1,5 +1,5 @@
-"""What must hold in every kind of database, SQLite and a real PostgreSQL: limits under races, one
-moment for a question, a server that goes away and comes back.
+"""Properties of every kind of database, SQLite and a real PostgreSQL: limits under races, one
+moment for a query, a server that goes away and comes back.
 """
 
 import io

@@ -54,7 +54,9 @@ with activity.{doing}("c"):
 def last_error(
     path: Path, last_act: str, *, doing: str = "of", before: str = "pass"
 ) -> tuple[LastActivity, "subprocess.Popen[bytes]"]:
-    """Of a process that notes what it does, and then does its last act."""
+    """Return the record of a process that notes its work and then does its last act, and the
+    process.
+    """
     activity = LastActivity(path)
     command = [
         sys.executable,

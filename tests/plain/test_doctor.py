@@ -27,7 +27,7 @@ def home(tmp_path):
 
 
 def problems(home: HandMade) -> dict[str, str]:
-    """What is wrong, by what it is about."""
+    """Return the problems of a home by what they concern."""
     return {finding.about: finding.problem for finding in examine(home.path, home.store)}
 
 

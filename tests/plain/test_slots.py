@@ -1,4 +1,4 @@
-"""Which job trains next."""
+"""Order in which jobs get training slots."""
 
 from job_states import make_state
 
@@ -16,7 +16,7 @@ class Queue:
         self.jobs = LiveJobs(TrainingSlots(max_running, max_running_of))
 
     def ask(self, id: str) -> bool:
-        """Whether the job has a slot at once."""
+        """Request a slot; return whether the job has one at once."""
         self.jobs.add(make_state(id, record={"tenant": id[0]}, slot="none"))
         self.jobs.request_slot(id)
         return self.jobs[id].slot == "held"

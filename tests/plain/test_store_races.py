@@ -1,4 +1,4 @@
-"""What several ask of the store at the same time: each limit holds, and each thing happens once."""
+"""Races of several callers of the store: each limit holds, and each change happens once."""
 
 import io
 import threading
@@ -19,7 +19,7 @@ from coserve.jobs.records import FileRecord, UploadRecord, adapter_of
 
 
 class Home(HandMade):
-    """With uploads."""
+    """A home with uploads."""
 
     def __init__(self, path: Path, database: str) -> None:
         super().__init__(path, database)
@@ -34,7 +34,7 @@ class Home(HandMade):
         return self.uploads.add_part(upload, io.BytesIO(content), max_total_bytes=None).id
 
     def num_bytes(self) -> int:
-        """Of all files on record, parts too."""
+        """Return the size of all files on record, parts included."""
         with self.store.read() as transaction:
             return transaction.file_bytes(TENANT)
 

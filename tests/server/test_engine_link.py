@@ -92,8 +92,9 @@ SETTINGS = EngineSettings(
 )
 
 
-READY = """Ready(model="none", dtype="float32", device="cpu", threads=1, slo=Slo(ttft_s=1, tpot_s=1), vocab_size=1,
-    max_positions=1, num_pages=1, page_bytes=1, block_tokens=1, weight_bytes=1)"""
+READY = """Ready(model="none", dtype="float32", device="cpu", threads=1,
+    slo=Slo(ttft_s=1, tpot_s=1), vocab_size=1, max_positions=1, num_pages=1, page_bytes=1,
+    block_tokens=1, weight_bytes=1)"""
 # The beginning of what stands for an engine's process.
 CONNECTED = """
 import sys, time
@@ -162,8 +163,7 @@ def test_only_the_first_start_must_succeed(tmp_path: Path):
 def test_only_engines_that_were_not_ready_put_off_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Those that were and are killed again and again are each started again as soon as the
-    first."""
+    """Engines that were ready and are killed again and again are restarted as soon as the first."""
     lives = tmp_path / "lives"
     script = f"""
 life = len(list(Path({str(lives)!r}).iterdir()))

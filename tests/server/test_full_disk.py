@@ -48,7 +48,7 @@ def whole_steps(w: World, id: str) -> None:
 
 
 async def until_blocked(w: World, id: str) -> None:
-    """Until the engine has made steps that the store does not take, and the manager knows."""
+    """Wait until the engine has made steps that the store refuses, and the manager has noticed."""
 
     async def is_refused() -> bool:
         try:

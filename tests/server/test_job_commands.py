@@ -1,4 +1,4 @@
-"""What the engine's process does about jobs: checkpoints, and what is told when."""
+"""Jobs in the engine's process: checkpoints, and the order of reports."""
 
 import time
 from dataclasses import replace
@@ -47,7 +47,7 @@ class Process:
             time.sleep(0.001)
 
     def run(self, num_steps: int | None = None) -> None:
-        """To the end, or until this many optimizer steps are made."""
+        """Run to the end, or until this many optimizer steps are made."""
         while self.engine.has_work or self.commands.is_waiting:
             self.step()
             if num_steps is not None and self.engine.job("j").num_steps_done == num_steps:
@@ -178,8 +178,9 @@ def test_a_cancelled_job_keeps_what_it_had(process: Process, tmp_path: Path):
 def test_the_end_of_a_cancelled_job_is_told_before_the_reply_and_not_again(
     process: Process, tmp_path: Path
 ):
-    """Who has the reply may start the job anew, here: what is told of its end after that would end
-    it again."""
+    """A client that has the reply may start the job anew: a later report of the end would end it
+    again.
+    """
     process.commands.handle(StartJob(1, job(tmp_path)))
     process.run(2)
     process.news = ReadyReports()

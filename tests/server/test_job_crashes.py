@@ -82,7 +82,7 @@ def test_engines_that_die(seed, undisturbed, tmp_path):
 
 
 async def throw_away(w: World) -> None:
-    """As if the process had ended: nothing more is said, taken in or written down."""
+    """Drop everything, as if the process had ended: nothing more is reported or written."""
     if w.link.engine is not None:
         w.link.engine.kill(tell=False)
         await asyncio.to_thread(w.link.engine.join)

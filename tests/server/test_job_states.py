@@ -150,7 +150,7 @@ class Lives(RuleBasedStateMachine):
         self.world.manager.engine_ready()
 
     async def settle(self):
-        """Until there is nothing left to be done."""
+        """Wait until nothing is left to be done."""
         await self.world.manager.settled()
 
     def job(self, number):
@@ -158,13 +158,13 @@ class Lives(RuleBasedStateMachine):
         return ids[number % len(ids)]
 
     def expect_lost(self):
-        """What an engine takes with it."""
+        """Expect jobs of an engine that has died to be queued."""
         for id, status in self.expected.items():
             if status == "running":
                 self.expected[id] = "queued"
 
     def expect_done(self):
-        """What an engine that has told all has brought to an end."""
+        """Expect jobs that the engine has finished and reported to have succeeded."""
         for id, status in self.expected.items():
             if status == "running" and id not in self.engine.steps:
                 self.expected[id] = "succeeded"
@@ -331,7 +331,7 @@ class Lives(RuleBasedStateMachine):
                 assert not list(folder.glob("*.msgpack"))
 
     async def finish(self):
-        """In the end, every job that is left comes to its end."""
+        """Let every job that is left come to its end."""
         if self.engine is None:
             self.new_engine()
         await self.settle()

@@ -84,7 +84,7 @@ def test_what_one_machine_keeps_another_one_fetches(here, there):
 def test_two_processes_that_make_a_directory_at_the_same_moment_both_write_into_it(
     server, here, monkeypatch
 ):
-    """As a server and its engine do when they start: FTP refuses the second."""
+    """A server and its engine do this when they start: FTP refuses the second."""
     from fsspec.implementations.ftp import FTPFileSystem
 
     makes = FTPFileSystem.mkdir

@@ -1,5 +1,6 @@
 """Jobs under `coserve up --tensor-parallel 2`: they learn what they learn on one rank, also when
-ranks are killed."""
+ranks are killed.
+"""
 
 import json
 import os
@@ -61,7 +62,7 @@ def create(served: Served, checkpoint_every_steps: int = 10, num_epochs: int = 4
 
 
 def retrieved(served: Served, job: str) -> Any:
-    """A job; None while the server has no engine that could say."""
+    """Return a job; None while the server has no engine that could answer."""
     try:
         return served.client().fine_tuning.jobs.retrieve(job)
     except (openai.APIConnectionError, openai.InternalServerError):
@@ -74,7 +75,7 @@ def is_over(served: Served, job: str) -> bool:
 
 
 def losses(served: Served, job: str) -> dict[int, float]:
-    """The training loss of each step."""
+    """Return the training loss of each step."""
     events: list[Any] = [
         each.data for each in served.client().fine_tuning.jobs.list_events(job, limit=1000)
     ]
@@ -149,9 +150,11 @@ def test_what_two_ranks_did_can_be_run_again_on_one(tmp_path: Path):
 
 @pytest.mark.long
 def test_a_job_loses_nothing_while_ranks_are_killed_again_and_again(served: Served):
-    """At any moment: of a step, a command or a checkpoint; and every fifth time of a start. Starts
-    that fail in a row are put off for longer each time, up to half a minute, so that none is killed
-    twice.
+    """Ranks are killed at any moment of a step, a command or a checkpoint, and every fifth time of
+    a start.
+
+    Starts that fail in a row are put off for longer each time, up to half a minute; so no two
+    starts in a row are killed.
     """
     rng, num_epochs = Random(0), 20
     undisturbed = create(served, num_epochs=num_epochs)
@@ -175,17 +178,17 @@ def test_a_job_loses_nothing_while_ranks_are_killed_again_and_again(served: Serv
 
 
 def engine_of(served: Served) -> int | None:
-    """The engine's process; None while there is none."""
+    """Return the engine's process; None while there is none."""
     forks = children_of(served.fork_server_pid())
     return forks[0] if forks else None
 
 
 def started_ranks(served: Served, engine: int) -> list[int]:
-    """The processes that an engine has started for its ranks; none before it has."""
+    """Return the processes that an engine has started for its ranks; none before it has."""
     return children_of(engine)
 
 
 def ready_ranks(served: Served, engine: int) -> list[int]:
-    """The ranks of an engine that is ready; none before it is."""
+    """Return the ranks of an engine that is ready; none before it is."""
     pids = [each["pid"] for each in ranks_of(served)]
     return pids if set(pids) <= set(children_of(engine)) else []

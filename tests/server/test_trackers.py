@@ -1,5 +1,6 @@
-"""What is left of a job beside its model: TensorBoard's files, a run of Weights & Biases, its
-results, its adapter."""
+"""Outputs of a job beside its model: TensorBoard's files, a run of Weights & Biases, its results,
+its adapter.
+"""
 
 import base64
 import copy
@@ -66,7 +67,7 @@ def job(served: Served) -> Any:
 
 
 def scalars(path: Path) -> dict[str, dict[int, float]]:
-    """Of an event file: records with their lengths and check sums."""
+    """Read the scalars of an event file: records with their lengths and check sums."""
     found: dict[str, dict[int, float]] = {}
     data, place = path.read_bytes(), 0
     while place < len(data):
@@ -114,7 +115,7 @@ def test_results_are_encoded_as_openai_does_where_that_is_asked_for(served: Serv
 def test_a_job_says_that_the_server_has_no_key_for_weights_and_biases(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """And trains all the same."""
+    """The job trains all the same."""
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc

@@ -98,7 +98,7 @@ class Pair:
         return found
 
     def meet(self) -> None:
-        """What is said between two steps."""
+        """Exchange messages between two steps."""
         for end in (self.decode_end, self.prefill_end, self.decode_end):
             if end is not self.prefill_end or self.runs:
                 end.poll()
@@ -119,7 +119,7 @@ class Pair:
         return events
 
     def drain(self) -> list[Event]:
-        """Until nobody waits for anything."""
+        """Step until no request waits for anything."""
         events: list[Event] = []
         for _ in range(2000):
             if not self.decode.has_requests:
@@ -334,8 +334,8 @@ def test_prompts_that_are_cheaper_to_compute_than_to_copy_stay_here(tmp_path):
 
 @pytest.mark.parametrize("seed", long_but(0, of=range(4)))
 def test_tokens_are_the_same_under_any_plan(tmp_path, seed):
-    """On both sides: too few pages, a job here that takes them, adapters, shared prefixes, requests
-    that end early, a prefill instance that dies and comes back, or stands still.
+    """Both sides have too few pages, adapters, shared prefixes, and requests that end early; a job
+    takes pages on the decode side, and the prefill instance dies and comes back, or hangs.
     """
     rng = Random(seed)
     decode = make_engine(num_pages=44, num_host_pages=rng.choice((0, 100)), hardware=FAST_BUS)
@@ -385,7 +385,7 @@ def test_tokens_are_the_same_under_any_plan(tmp_path, seed):
 
 
 def slow_pair(directory: Path, **settings: Any) -> Pair:
-    """Of which the prefill instance takes a step for two blocks."""
+    """Return a pair whose prefill instance computes two blocks per step."""
     return Pair(directory, make_engine(), make_engine(max_step_rows=2 * BLOCK, **settings))
 
 
@@ -584,7 +584,7 @@ def test_a_request_whose_pages_fail_to_come_in_where_a_pack_begins_is_computed_a
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory) -> Path:
-    """Of a decode instance; the files that pages came in are gone."""
+    """Return the recording of a decode instance; the page files are gone."""
     directory, backbone = tmp_path_factory.mktemp("recorded"), make_backbone()
     file = directory / "file"
     device = torch_device(
