@@ -278,7 +278,7 @@ class EngineLink:
             for listener in self._listeners:
                 listener.engine_gone()
 
-    def engine_said(self, report: Any) -> None:
+    def take_report(self, report: Any) -> None:
         """Pass a report to those whom it concerns; see `EngineOwner`."""
         if isinstance(report, StepReport):
             self._reported(report)

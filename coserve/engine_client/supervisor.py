@@ -48,7 +48,7 @@ _PING_S = 1.0
 class EngineOwner(Protocol):
     """Owner of an engine, called on the event loop; must not block."""
 
-    def engine_said(self, report: Any) -> None:
+    def take_report(self, report: Any) -> None:
         """Handle a report; reports come in the order in which they were sent."""
 
     def engine_lost(self, reason: str) -> None:
@@ -181,7 +181,7 @@ class Supervisor:
             tasks += [receiving, asyncio.create_task(self._watch())]
             status = await process.wait()
             self.jobs_at_death = activity.jobs_at_death(status, hung=self._hangs)
-            await self._take_last_words(socket, receiving)
+            await self._receive_last_reports(socket, receiving)
             if not self._was_ready and self._failed is None:
                 self._failed = ModelError(
                     f"the engine ended with status {status} before it was ready; see above"
@@ -206,7 +206,7 @@ class Supervisor:
                     self._is_ready = self._was_ready = True
                 elif isinstance(report, StartFailed):
                     self._failed = ModelError(report.error)
-                self._owner.engine_said(report)
+                self._owner.take_report(report)
         except Exception:
             # An engine whose reports are not taken in would leave all requests waiting.
             _log.exception("a report of the engine could not be handled; the engine is killed")
@@ -233,7 +233,7 @@ class Supervisor:
                 self.kill()
                 return
 
-    async def _take_last_words(
+    async def _receive_last_reports(
         self, socket: zmq.asyncio.Socket, receiving: "asyncio.Task[None]"
     ) -> None:
         """Receive reports that the process sent before its end and that are still on the way."""

@@ -37,7 +37,7 @@ class HandoverEnd(Protocol):
         ...
 
 
-class Alone:
+class NoHandover:
     """An instance that computes its prompts itself."""
 
     def added(self, request: str) -> None:

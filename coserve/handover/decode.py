@@ -26,7 +26,7 @@ from coserve.handover.adapter_files import WrittenAdapters
 from coserve.handover.messages import (
     Computed,
     ComputePrompt,
-    Forget,
+    ForgetPrompt,
     Hello,
     PromptRefused,
     Rejected,
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _RETRY_S, _REJECTED_RETRY_S = 1.0, 10.0
 
 
-class _Asked:
+class _RemotePrefill:
     """A prompt that is being computed by the prefill instance. `num_blocks` is how many of its
     first blocks have arrived.
     """
@@ -93,8 +93,8 @@ class DecodeEnd:
         self._is_welcome = self._is_silent = False
         self._complaint = ""  # said last, so that it is said once
         self._connect_s = now()
-        self._asked: dict[str, _Asked] = {}
-        self._files: dict[str, _Asked] = {}  # of requests that have not been admitted yet
+        self._asked: dict[str, _RemotePrefill] = {}
+        self._files: dict[str, _RemotePrefill] = {}  # of requests that have not been admitted yet
         self._numbers = count()
         self._num_handed_over = self._num_not_handed_over = self._num_pages = 0
 
@@ -169,7 +169,7 @@ class DecodeEnd:
         num_tokens, slo = len(blocks) * info.block_tokens, request.slo
         alone_s = self._engine.latency.prompt_s(num_tokens, blocks.start * info.block_tokens)
         limit_s = max(slo.ttft_s / 2, slo.ttft_s - alone_s)
-        asked = _Asked(id, self._directory / f"pages-{id}", blocks, self._now() + limit_s)
+        asked = _RemotePrefill(id, self._directory / f"pages-{id}", blocks, self._now() + limit_s)
         try:
             _make_file(asked.path, len(blocks) * info.place_bytes)
             transport.send(
@@ -256,10 +256,10 @@ class DecodeEnd:
         for name in [name for name in self._files if self._engine.requests.first(name) is None]:
             self._files.pop(name).path.unlink(missing_ok=True)
 
-    def _forget(self, asked: _Asked) -> None:
+    def _forget(self, asked: _RemotePrefill) -> None:
         if self._transport is not None:
             with suppress(ConnectionError):  # which `receive` will say
-                self._transport.send(Forget(asked.id))
+                self._transport.send(ForgetPrompt(asked.id))
 
     # -- the connection -----------------------------------------------------------------
 

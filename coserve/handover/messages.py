@@ -106,7 +106,7 @@ class ComputePrompt(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Owner of the request."""
 
 
-class Forget(msgspec.Struct, tag=True, frozen=True):
+class ForgetPrompt(msgspec.Struct, tag=True, frozen=True):
     """Notice that a prompt is not wanted any more; no error if it is done."""
 
     id: int
@@ -147,7 +147,7 @@ class PromptRefused(msgspec.Struct, tag=True, frozen=True):
     """Why not, in one line."""
 
 
-Message = Hello | ComputePrompt | Forget | Welcome | Rejected | Computed | PromptRefused
+Message = Hello | ComputePrompt | ForgetPrompt | Welcome | Rejected | Computed | PromptRefused
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)

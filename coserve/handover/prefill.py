@@ -24,7 +24,7 @@ from coserve.handover.messages import (
     AdapterFiles,
     Computed,
     ComputePrompt,
-    Forget,
+    ForgetPrompt,
     Hello,
     PromptRefused,
     Rejected,
@@ -161,7 +161,7 @@ class PrefillEnd:
                 self._begin(partner, message)
             except (CoserveError, OSError) as error:
                 self._refuse(partner, message.id, str(error))
-        elif isinstance(message, Forget):
+        elif isinstance(message, ForgetPrompt):
             if (prompt := partner.prompts.pop(message.id, None)) is not None:
                 self._engine.cancel(prompt.request)
         else:

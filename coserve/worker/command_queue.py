@@ -87,7 +87,7 @@ class CommandQueue:
         """
         queued = QueuedCommand(command, frozenset(keys), prepare, label, is_slow, after)
         self._waiting.append(queued)
-        self._do_the_quick()
+        self._run_quick()
         return queued
 
     def discard(self, label: str) -> bool:
@@ -98,11 +98,11 @@ class CommandQueue:
 
     def poll(self) -> None:
         """Run all commands that can run now, and the first slow one."""
-        slow = self._do_the_quick()
+        slow = self._run_quick()
         if slow is not None:
-            self._do_now(slow)
+            self._run(slow)
 
-    def _do_the_quick(self) -> QueuedCommand | None:
+    def _run_quick(self) -> QueuedCommand | None:
         """Run all commands that can run now and are not slow; return the first slow one.
 
         A command that is put meanwhile runs in its turn.
@@ -132,10 +132,10 @@ class CommandQueue:
                 blocked |= each.keys
                 slow = slow or each
             else:
-                self._do_now(each)
+                self._run(each)
         return slow
 
-    def _do_now(self, queued: QueuedCommand) -> None:
+    def _run(self, queued: QueuedCommand) -> None:
         self._waiting.remove(queued)
         queued.error = self._do(queued.command, queued.read)
 

@@ -24,7 +24,7 @@ from coserve.engine.commands import (
 from coserve.engine.engine import Engine
 from coserve.engine.served_adapters import AdapterLoad
 from coserve.errors import AdapterError, CoserveError
-from coserve.handover.base import Alone, HandoverEnd
+from coserve.handover.base import HandoverEnd, NoHandover
 from coserve.protocol.messages import CallReply, RequestRefused
 from coserve.worker.activity import Activity
 from coserve.worker.command_queue import CommandQueue, Reading
@@ -56,7 +56,7 @@ class Commands:
             handover: Is notified of new requests.
         """
         self._engine, self._jobs, self._send = engine, jobs, send
-        self._handover = handover or Alone()
+        self._handover = handover or NoHandover()
         self._activity = activity or Activity(None)
         self._queue = CommandQueue(self._do)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coserve.engine.engine import Engine
 from coserve.errors import ModelError
-from coserve.handover.base import Alone, HandoverEnd
+from coserve.handover.base import HandoverEnd, NoHandover
 from coserve.handover.decode import DecodeEnd
 from coserve.handover.prefill import PrefillEnd
 from coserve.handover.transport import Listener, connect
@@ -27,7 +27,7 @@ def open_handover(engine: Engine, settings: EngineSettings) -> HandoverEnd:
         OSError: There is no room for files.
     """
     if settings.role == "both":
-        return Alone()
+        return NoHandover()
     if engine.device.info.num_state_pages:
         raise ModelError(
             f"--role {settings.role} is not supported for {engine.device.info.model}: what its "

@@ -147,7 +147,7 @@ class JobCommands:
         match command:
             case StartJob(job=job):
                 self._start(command, read() if read is not None else self.read_files(job))
-                self._tell(job.id, CallReply(command.call))
+                self._queue_reply(job.id, CallReply(command.call))
                 return
             case ResumeJob():
                 self._living_lane(command.id).take_time()
@@ -168,8 +168,8 @@ class JobCommands:
                 if command.keeps:  # before the end, which the optimizer's state does not outlive
                     self._checkpoint(command.id, listed=False)
                 for event in self._cancel(command):
-                    self._tell_event(event)
-        self._tell(command.id, CallReply(command.call))
+                    self._queue_event(event)
+        self._queue_reply(command.id, CallReply(command.call))
 
     def _living_lane(self, job: str) -> JobLane:
         """Return the lane of a job that the engine has; JobOverError if it has ended."""
@@ -200,7 +200,7 @@ class JobCommands:
         for id in self._started():
             self._checkpoint(id, listed=False)
         wait([written for lane in self._lanes.values() for written in lane.unwritten()])
-        self._tell("", CallReply(call))
+        self._queue_reply("", CallReply(call))
 
     # -- what comes of steps ----------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class JobCommands:
             if event.kind == "contribution":
                 self._contribute(event)
                 continue
-            self._tell_event(event)
+            self._queue_event(event)
             if job is None:
                 continue
             every = job.checkpoint_every_steps
@@ -240,7 +240,7 @@ class JobCommands:
             if lane.is_empty and lane.start is None:
                 lane.close()
                 del self._lanes[id]
-            elif lane.is_held and not lane.has_most_copies:
+            elif lane.is_held and not lane.has_max_copies:
                 lane.is_held = False
                 self._engine.resume_job(id)
         return reports
@@ -315,11 +315,11 @@ class JobCommands:
         """Return the jobs that the engine has."""
         return [id for id, lane in self._lanes.items() if lane.start is not None]
 
-    def _tell(self, job: str, reply: CallReply) -> None:
+    def _queue_reply(self, job: str, reply: CallReply) -> None:
         """Queue the reply to a command after all reports of the job."""
         self._lane(job).append(PendingReport(job=job, call=reply.call))
 
-    def _tell_event(self, event: JobEvent) -> None:
+    def _queue_event(self, event: JobEvent) -> None:
         self._lane(event.job).append(PendingReport(job=event.job, step=event.step, event=event))
 
     def _checkpoint(
@@ -341,7 +341,7 @@ class JobCommands:
             report.written = self._write(job, start)
             lane.last_checkpoint = report
         lane.append(report)
-        if lane.has_most_copies and self._engine.job(job).state == "running":
+        if lane.has_max_copies and self._engine.job(job).state == "running":
             lane.is_held = True
             self._engine.pause_job(job)
         return report

@@ -129,7 +129,7 @@ class JobLane:
     # -- files ----------------------------------------------------------------------
 
     @property
-    def has_most_copies(self) -> bool:
+    def has_max_copies(self) -> bool:
         """Return whether the maximum number of copies of the job's tensors waits for the disk."""
         return len({id(each) for each in self.unwritten()}) >= _MAX_COPIES
 

@@ -33,7 +33,7 @@ from coserve.engine.recording import record
 from coserve.engine.records import EngineStats, HandoverStats
 from coserve.engine.request import Chunk
 from coserve.errors import CoserveError
-from coserve.handover.base import Alone, HandoverEnd
+from coserve.handover.base import HandoverEnd, NoHandover
 from coserve.home import home_directory
 from coserve.jobs.files.remote_files import shared_files
 from coserve.jobs.files.shared_files import SharedFiles
@@ -101,7 +101,7 @@ class EngineProcess:
             shared: See `JobCommands`.
         """
         self._engine, self._socket, self._activity = engine, socket, activity or Activity(None)
-        self._handover = handover or Alone()
+        self._handover = handover or NoHandover()
         self._handover_stats: HandoverStats | None = None
         self._refinement, self._ranks = ProfileRefinement(engine), RankStates(engine.device)
         self._jobs = JobCommands(engine, self._activity, shared)

@@ -34,8 +34,8 @@ from coserve.jobs.lifecycle.plan import (
     Action,
     ReadFiles,
     RequestSlot,
+    SendCommand,
     Start,
-    Tell,
     Write,
     event_message,
     plan,
@@ -83,7 +83,7 @@ class Obedient:
                 self.apply(SlotRequested(ticket=0), SlotGranted())
             case Start():
                 self.answer(self.send("start"))
-            case Tell(command=command):
+            case SendCommand(command=command):
                 self.answer(self.send(command))
             case Write(status=status):
                 self.write(replace(self.state.job, status=status))
@@ -149,8 +149,8 @@ def test_jobs_whose_engine_died_are_queued_again():
 
 
 def test_an_engine_that_did_not_get_a_pause_is_told_again():
-    assert plan(state_of("paused", None, "running"), can_start=True) == Tell("pause")
-    assert plan(state_of("running", None, "paused"), can_start=True) == Tell("resume")
+    assert plan(state_of("paused", None, "running"), can_start=True) == SendCommand("pause")
+    assert plan(state_of("running", None, "paused"), can_start=True) == SendCommand("resume")
 
 
 def test_a_job_waits_for_a_slot_before_it_starts_and_before_it_is_resumed():
@@ -163,7 +163,10 @@ def test_a_job_waits_for_a_slot_before_it_starts_and_before_it_is_resumed():
         assert plan(waiting, can_start=True) == (
             Write("queued") if state.status == "paused" else None
         )
-        assert plan(apply(waiting, SlotGranted()), can_start=True) in (Start(), Tell("resume"))
+        assert plan(apply(waiting, SlotGranted()), can_start=True) in (
+            Start(),
+            SendCommand("resume"),
+        )
 
 
 def test_a_job_of_a_model_that_is_not_here_takes_no_slot():
@@ -210,7 +213,7 @@ def test_a_job_that_has_to_fail_is_ended_in_the_engine_first():
             state_of("running", None, "running"), JobFailed(code="job_timeout", message="too long")
         )
     )
-    assert plan(world.state, can_start=True) == Tell("cancel")
+    assert plan(world.state, can_start=True) == SendCommand("cancel")
     world.settle()
     assert world.state.status == "failed"
 
@@ -344,7 +347,7 @@ class History(Obedient):
                 )
                 self.engine = "running"
                 self.unanswered.append(self.send("start"))
-            case Tell(command=command):
+            case SendCommand(command=command):
                 assert command != "resume" or self.state.slot == "held"
                 self.unanswered.append(self.send(command))
             case _:

@@ -82,7 +82,7 @@ def test_a_default_slo_that_the_engine_corrects_reaches_the_server():
     link = EngineLink(engine_here(SETTINGS))
     found = []
     for report in (ready, StepReport(), StepReport(stats=stats)):
-        link.engine_said(report)
+        link.take_report(report)
         found.append(link.require_ready().slo)
     assert found == [first, first, later]
 
@@ -120,7 +120,7 @@ class Owner:
         self.said: list[Any] = []
         self.lost: list[str] = []
 
-    def engine_said(self, report: Any) -> None:
+    def take_report(self, report: Any) -> None:
         self.said.append(report)
 
     def engine_lost(self, reason: str) -> None:

@@ -44,7 +44,7 @@ from coserve.engine.request import Chunk
 from coserve.engine.token_engine import TokenEngine
 from coserve.errors import CoserveError, DeviceMemoryError
 from coserve.handover.decode import DecodeEnd
-from coserve.handover.messages import ComputePrompt, Forget
+from coserve.handover.messages import ComputePrompt, ForgetPrompt
 from coserve.handover.prefill import PrefillEnd
 from coserve.handover.transport import Listener, LocalTransport, connect, local_pair
 from coserve.memory.tensors.page_files import PageFiles
@@ -665,7 +665,7 @@ def test_messages_come_through_a_socket_whole_and_in_order(tmp_path):
     listener = Listener(tmp_path / "socket")
     mine = connect(tmp_path / "socket")
     (other,) = listener.accept()
-    sent = [Forget(number) for number in range(3)] + [
+    sent = [ForgetPrompt(number) for number in range(3)] + [
         ComputePrompt(id=7, tokens=tuple(range(300_000)), path="p", first_block=0, ttft_s=1.0)
     ]
     for message in sent:
@@ -675,9 +675,9 @@ def test_messages_come_through_a_socket_whole_and_in_order(tmp_path):
         got += other.receive()
         assert mine.receive() == []
     assert got == sent
-    other.send(Forget(9))
+    other.send(ForgetPrompt(9))
     other.close()
-    assert mine.receive() == [Forget(9)]
+    assert mine.receive() == [ForgetPrompt(9)]
     with pytest.raises(ConnectionError):
         mine.receive()
     mine.close()

@@ -147,9 +147,9 @@ class NodeConnection:
             self._owner.engine_lost(f"{report.reason} on the node {self._name}")
             self.jobs_at_death = ()
         elif isinstance(report, StepReport):
-            self._owner.engine_said(self._by_this_clock(report))
+            self._owner.take_report(self._by_this_clock(report))
         else:
-            self._owner.engine_said(report)
+            self._owner.take_report(report)
 
     def _by_this_clock(self, report: StepReport) -> StepReport:
         """Return a report with times as this machine's clock shows them."""

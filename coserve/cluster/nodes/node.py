@@ -238,7 +238,7 @@ class NodeServer:
 
     # -- what the engine says (see `EngineOwner`) -----------------------------------------
 
-    def engine_said(self, report: Any) -> None:
+    def take_report(self, report: Any) -> None:
         if isinstance(report, Ready):
             self._ready, self._is_fresh, self._failure = report, True, None
         if not isinstance(report, Pong):

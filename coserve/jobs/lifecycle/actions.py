@@ -30,8 +30,8 @@ from coserve.jobs.lifecycle.plan import (
     Action,
     ReadFiles,
     RequestSlot,
+    SendCommand,
     Start,
-    Tell,
     Write,
     event_message,
 )
@@ -100,10 +100,10 @@ class JobActions:
                 self._jobs.request_slot(id)
             case Start():
                 return await self._start(id)
-            case Tell(command=command):
+            case SendCommand(command=command):
                 if command == "cancel":  # which cannot be taken back
                     await asyncio.to_thread(self._writer.require_room, id)
-                self.tell(id, command)
+                self.send(id, command)
             case Write(status="succeeded" | "failed" | "cancelled" as status):
                 return await self._end(id, status)
             case Write(status=status):
@@ -113,9 +113,9 @@ class JobActions:
                 self._jobs.apply(id, RecordWritten(job=job))
         return None
 
-    def tell(self, id: str, command: Command) -> None:
+    def send(self, id: str, command: Command) -> None:
         """Send the engine a command about a job that it has."""
-        self._commands.tell(id, self._send(id, command))
+        self._commands.send(id, self._note(id, command))
 
     async def _start(self, id: str) -> JobRecord | None:
         """Have the engine run a queued job from its newest checkpoint."""
@@ -131,11 +131,11 @@ class JobActions:
             start = self._writer.start_of(point, model=self._models.engine_name(point.job.base))
             step = 0 if point.checkpoint is None else point.checkpoint.step
             self._commands.start(
-                start, self._send(id, "start", resumed_step=step, listed_step=point.listed_step)
+                start, self._note(id, "start", resumed_step=step, listed_step=point.listed_step)
             )
         return None
 
-    def _send(
+    def _note(
         self, id: str, command: Command, resumed_step: int = 0, listed_step: int | None = None
     ) -> PendingCommand:
         """Record that a command is being sent, and schedule the time limit of a job that starts to
@@ -204,7 +204,7 @@ class _EngineCommands:
         """Have the engine run a job."""
         self._call(job.id, pending, lambda: self._engine.start_job(job))
 
-    def tell(self, job: str, pending: PendingCommand) -> None:
+    def send(self, job: str, pending: PendingCommand) -> None:
         """Send a command about a job that the engine has."""
         verbs: dict[Command, Callable[[str], Awaitable[None]]] = {
             "pause": self._engine.pause_job,

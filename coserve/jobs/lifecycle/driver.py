@@ -256,7 +256,7 @@ class JobDriver:
                 and state.engine == "running"
                 and state.pending is None
             ):
-                self.actions.tell(state.id, "pause")
+                self.actions.send(state.id, "pause")
 
     # -- what clients ask -----------------------------------------------------------
 

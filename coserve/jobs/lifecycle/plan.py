@@ -28,7 +28,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendCommand:
     """An action: send the engine a command about a job that it has."""
 
     command: Command
@@ -43,7 +43,7 @@ class Write:
     """The new status."""
 
 
-Action = ReadFiles | RequestSlot | Start | Tell | Write
+Action = ReadFiles | RequestSlot | Start | SendCommand | Write
 
 _LIVING: frozenset[JobStatus] = frozenset(TRANSITIONS) - OVER
 _ANY_ENGINE: frozenset[EngineState] = frozenset(("absent", "running", "paused", "ended"))
@@ -67,14 +67,14 @@ def _rule(
 
 # The first rule that fits decides.
 _RULES: tuple[_Rule, ...] = (
-    _rule("end", None, "running", Tell("cancel")),
-    _rule("end", None, "paused", Tell("cancel")),
+    _rule("end", None, "running", SendCommand("cancel")),
+    _rule("end", None, "paused", SendCommand("cancel")),
     _rule("end", None, None, Write("cancelled")),
-    _rule("rest", None, "running", Tell("pause")),
+    _rule("rest", None, "running", SendCommand("pause")),
     _rule("rest", "paused", None, None),
     _rule("rest", None, None, Write("paused")),
     _rule("run", "validating_files", None, ReadFiles()),
-    _rule("run", None, "paused", Tell("resume")),
+    _rule("run", None, "paused", SendCommand("resume")),
     _rule("run", "running", "absent", Write("queued")),
     _rule("run", "running", None, None),
     _rule("run", None, "running", Write("running")),
@@ -116,7 +116,7 @@ def _when_possible(action: Action | None, state: JobState, can_start: bool) -> A
     """Return the action, or what comes first while the job lacks a model, a slot or an engine."""
     if isinstance(action, ReadFiles):
         return action if state.has_model and not state.is_reading else None
-    if action not in (Start(), Tell("resume")):
+    if action not in (Start(), SendCommand("resume")):
         return action
     if state.slot != "held":
         if state.has_model and state.slot == "none":
