@@ -30,8 +30,8 @@ from coserve.tuning.objectives import (
 from coserve.tuning.shard import SYNCHRONIZATIONS, DataParallel, Synchronization
 
 _Settings = TypeVar("_Settings")
-# Hyperparameters of every method.
-_OPENAIS = ("n_epochs", "batch_size", "learning_rate_multiplier")
+# Hyperparameters of every method, by OpenAI's names.
+_COMMON_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _SHORTEST_SEQUENCE, _LONGEST_SEQUENCE = 2, 1024
 _SYNCHRONIZE_EVERY_STEPS = 8
 _MAX_MULTIPLIER = 1e6
@@ -157,7 +157,7 @@ class JobSettings:
         """
         if not num_examples:
             known: dict[str, Any] = {}
-            for name in _OPENAIS:
+            for name in _COMMON_HYPERPARAMETERS:
                 value = getattr(self, name)
                 known[name] = "auto" if value is None else value
             return known | self._objective_settings()
@@ -217,18 +217,7 @@ def job_settings(
         JobError: The message names the field, and what would be right.
     """
     asked = _build(Extension, extension, "coserve")
-    for name, value, least in (
-        ("checkpoint_every_steps", asked.checkpoint_every_steps, 0),
-        ("evaluate_every_steps", asked.evaluate_every_steps, 0),
-        ("max_sequence_length", asked.max_sequence_length, _SHORTEST_SEQUENCE),
-    ):
-        if value is not None or name == "checkpoint_every_steps":
-            _check_whole(f"coserve.{name}", value, least, MOST_WHOLE)
-    for name in ("shuffle", "live", "strict", "keep_best"):
-        if not isinstance(getattr(asked, name), bool):
-            _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
-    with _of("coserve.max_recompute"):
-        check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
+    _check_extension(asked)
     if is_fresh and _trains_model(asked.adapter) and not asked.live:
         _refuse(
             "coserve.live",
@@ -255,9 +244,9 @@ def job_settings(
     own = {
         name: value
         for name, value in hyperparameters.items()
-        if name not in _OPENAIS and value not in (None, "auto")
+        if name not in _COMMON_HYPERPARAMETERS and value not in (None, "auto")
     }
-    with _of("method"):
+    with _errors_about("method"):
         make_objective(objective, own)
     adapter_fields = {} if asked.adapter is None else asked.adapter
     adapter = _adapter(adapter_fields, architecture, objective) if is_fresh else None
@@ -291,12 +280,28 @@ def job_settings(
         data_parallel=_data_parallel(asked),
         **known,
     )
-    with _of("hyperparameters"):
+    with _errors_about("hyperparameters"):
         optimizer = settings.tuning_config(1).optimizer
     for name, most in _MAX_OPTIMIZER_VALUES.items():
-        with _of(f"coserve.optimizer.{name}"):
+        with _errors_about(f"coserve.optimizer.{name}"):
             check_number(f"coserve.optimizer.{name}", getattr(optimizer, name), least=0, most=most)
     return settings
+
+
+def _check_extension(asked: Extension) -> None:
+    """Raise JobError for a number or a flag that is out of its range."""
+    for name, value, least in (
+        ("checkpoint_every_steps", asked.checkpoint_every_steps, 0),
+        ("evaluate_every_steps", asked.evaluate_every_steps, 0),
+        ("max_sequence_length", asked.max_sequence_length, _SHORTEST_SEQUENCE),
+    ):
+        if value is not None or name == "checkpoint_every_steps":
+            _check_whole(f"coserve.{name}", value, least, MOST_WHOLE)
+    for name in ("shuffle", "live", "strict", "keep_best"):
+        if not isinstance(getattr(asked, name), bool):
+            _refuse(f"coserve.{name}", f"must be true or false, not {shown(getattr(asked, name))}")
+    with _errors_about("coserve.max_recompute"):
+        check_number("coserve.max_recompute", asked.max_recompute, least=0, most=1)
 
 
 def _data_parallel(asked: Extension) -> DataParallel | None:
@@ -329,7 +334,7 @@ def _hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
             _check_whole(f"hyperparameters.{name}", value, 1, most)
             known[name] = value
     if (factor := values.get("learning_rate_multiplier")) not in (None, "auto"):
-        with _of("hyperparameters.learning_rate_multiplier"):
+        with _errors_about("hyperparameters.learning_rate_multiplier"):
             check_number(
                 "hyperparameters.learning_rate_multiplier", factor, above=0, most=_MAX_MULTIPLIER
             )
@@ -440,7 +445,7 @@ def _trains_model(adapter: Any) -> bool:
 
 def _check_full(objective: str) -> None:
     """Raise JobError if full fine-tuning cannot train for an objective."""
-    with _of("method"):
+    with _errors_about("method"):
         kind = objective_class(objective)
     if kind is not None and kind.needs_reference:
         others = ", ".join(
@@ -481,12 +486,12 @@ def _with_tuples(values: Any) -> Any:
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    with _of(name):
+    with _errors_about(name):
         check_whole(name, value, least, most)
 
 
 @contextmanager
-def _of(name: str) -> Iterator[None]:
+def _errors_about(name: str) -> Iterator[None]:
     """Turn ValueError into a JobError about a field."""
     try:
         yield
