@@ -75,7 +75,7 @@ class ForkServer:
                 given the model; returns None if there is none.
         """
         self._model, self._connect_to = model, connect
-        self._pid: int | None = None  # of the process that forks, if it is a child of this one
+        self._pid: int | None = None  # the fork server, if it is a child of this process
         self._has_ended = True
         self._engine: _ForkedEngine | None = None
         if run_engine is not None:
@@ -85,7 +85,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Python warns of numpy's idle threads, too, which look after themselves at a fork.
+            # Python also warns of numpy's idle threads, which handle a fork themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -103,7 +103,7 @@ class ForkServer:
             else:
                 self._start_another()
         theirs, ours = os.pipe()
-        environment = os.memfd_create("environment")  # which may be more than a message holds
+        environment = os.memfd_create("environment")  # may be larger than a message
         engine = self._engine = _ForkedEngine(self._kill, ours)
         try:
             with os.fdopen(environment, "wb", closefd=False) as file:
@@ -112,8 +112,8 @@ class ForkServer:
                     b"\0".join(os.fsencode(f"{name}={value}") for name, value in own.items())
                 )
             socket.send_fds(self._socket, [msgspec.json.encode(_Fork())], [theirs, 2, environment])
-            os.write(ours, line)  # far less than a pipe holds
-        except OSError:  # it has ended at this moment, and so has the engine
+            os.write(ours, line)  # fits into a pipe's buffer
+        except OSError:  # the fork server has just ended, and the engine with it
             engine.end(-signal.SIGKILL)
         finally:
             os.close(theirs)
@@ -174,7 +174,7 @@ class ForkServer:
             message = self._socket.recv(_MAX_BYTES)
         except OSError:
             message = b""
-        # Without the one that forks, there is no engine either.
+        # The end of the fork server is the end of its engine.
         returncode = (
             msgspec.json.decode(message, type=_EngineExited).returncode
             if message
@@ -222,8 +222,8 @@ def import_for_engines(model: str) -> Callable[[], int]:
         from coserve.worker.process import main as run_engine
 
         import_configurations()
-        with suppress(CoserveError):  # which the engine says
-            find_model(model, with_weights=False)  # with what transformers needs for its family
+        with suppress(CoserveError):  # the engine reports it
+            find_model(model, with_weights=False)  # imports what transformers needs for its family
     return run_engine
 
 
@@ -243,11 +243,11 @@ def _run(control: socket.socket, server: int | None, run_engine: Callable[[], in
     try:
         if server is not None:
             end_with_parent()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server's affair
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # left to the server
             signal.signal(number, signal.SIG_IGN)
         _close_all_but(control.fileno())
-        gc.freeze()  # what is there stays, and is not touched by collections in engines
-        if server in (None, os.getppid()):  # or it has ended before the kernel was told
+        gc.freeze()  # collections in engines leave these objects, and so their shared pages, alone
+        if server in (None, os.getppid()):  # otherwise it ended before `end_with_parent`
             _fork_engines(control, run_engine)
     except BaseException:
         traceback.print_exc()
@@ -255,7 +255,7 @@ def _run(control: socket.socket, server: int | None, run_engine: Callable[[], in
 
 
 def _fork_engines(control: socket.socket, run_engine: Callable[[], int]) -> None:
-    engine: tuple[int, int] | None = None  # the process, and what tells of its end
+    engine: tuple[int, int] | None = None  # its process and pidfd
     while True:
         files = [control.fileno()] if engine is None else [control.fileno(), engine[1]]
         ready, _, _ = select.select(files, [], [])

@@ -17,7 +17,8 @@ class LastActivity:
         self.path: Path | None = path
         self._num_oom_kills = _num_oom_kills()
         try:
-            path.write_bytes(bytes(FILE_BYTES))  # all of it, so that no page is missing later
+            # Whole, so that a full disk cannot fail later writes.
+            path.write_bytes(bytes(FILE_BYTES))
         except OSError:
             path.unlink(missing_ok=True)
             self.path = None

@@ -33,8 +33,8 @@ class Launched(Protocol):
         ...
 
 
-# Given the first line of the process's standard input, which stays open as long as this process
-# lives, and the home in which it keeps what it measures (None: the one of the environment).
+# Starts the process, given the first line of its standard input, which stays open as long as this
+# process lives, and the home for its measurements (None: the one of the environment).
 Launch = Callable[[bytes, Path | None], Awaitable[Launched]]
 
 

@@ -51,10 +51,10 @@ from coserve.tuning.shard import Combination
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# How long checkpoints may take at the end, and the process after them: with what comes before them
-# less than the 30 s that supervisors of services commonly give.
+# Longest times for checkpoints at the end, and for the process to exit after them: together less
+# than the 30 s that supervisors of services commonly allow.
 _SHUTDOWN_S, _EXIT_S = 20.0, 5.0
-# An engine that has said nothing for this long is not asked for checkpoints, nor called ready.
+# Silence after which an engine counts as hung: it gets no shutdown command and is not alive.
 _SILENT_S = 5.0
 
 
@@ -123,7 +123,7 @@ def engine_here(
     )
 
 
-# Told of a request whose engine is gone: its stream, and why.
+# Receives the id and the stream of a request whose engine is gone, and the reason.
 OnLost = Callable[[str, RequestStream, EngineGoneError], None]
 
 
@@ -158,10 +158,10 @@ class EngineLink:
         # Sequences that ended with a stop string, whose end the engine has not reported yet.
         self._stopped: set[tuple[str, int]] = set()
         self._calls: dict[int, asyncio.Future[None]] = {}
-        # Another server's calls, which an engine may still answer, have other numbers.
+        # Random, since an engine may still answer another server's calls.
         self._numbers = itertools.count(secrets.randbits(62))
         self._closing = False
-        self._has_vocabulary = False  # whether the engine has been told what tokens stand for
+        self._has_vocabulary = False  # whether the engine has the text of its tokens
 
     # -- questions ------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class EngineLink:
         report = msgspec.structs.replace(report, chunks=chunks)
         if report.stats is not None and self._ready is not None:
             self._ready = msgspec.structs.replace(self._ready, slo=report.stats.slo)
-        # Listeners first: they are to know of a request's end before its client does.
+        # Listeners first: they learn of a request's end before its client.
         for listener in self._listeners:
             listener.engine_reported(report)
         for chunk in report.chunks:

@@ -26,10 +26,10 @@ import coserve
 from coserve.engine_client.fork_server import import_for_engines, serve_connection
 from coserve.home import home_directory, make_private
 
-# Until it listens, which it does before it imports anything; and until another one is tried.
+# Limit of connecting (it listens before it imports anything), interval of starts, and of attempts.
 _CONNECT_S, _START_S, _POLL_S = 60.0, 5.0, 0.05
 _LOOK_S, _IDLE_S = 1.0, 60.0
-# unix(7): sun_path, with the zero at its end.
+# unix(7): sun_path without the zero at its end.
 _MAX_ADDRESS_BYTES = 103
 _MAX_WAITING = 256
 _OF_IMPORTS = (
@@ -119,7 +119,7 @@ def main() -> None:
     """Run as a program. Arguments are the path of its socket, and the model."""
     path, model = Path(sys.argv[1]), sys.argv[2]
     if os.fork() != 0:
-        os._exit(0)  # Ray ends a worker's children, and this is none any more
+        os._exit(0)  # detached, since Ray ends a worker's children
     os.setsid()
     with path.with_suffix(".lock").open("a") as lock:
         try:

@@ -37,11 +37,11 @@ from coserve.protocol.run_directory import (
 
 _log = logging.getLogger(__name__)
 
-# Seconds before an engine that died is started again, doubled each time until one was ready. A
-# ready one may be killed as often as somebody likes: those who ask wait no longer for the next, and
-# jobs that kill engines are set aside.
+# Seconds before a dead engine is restarted, doubled each time until one was ready. Deaths of
+# engines that were ready do not add up: clients wait for the next one, and jobs that kill engines
+# are isolated.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 30.0
-# How often the engine is asked whether its step loop comes round.
+# Interval of pings to the step loop.
 _PING_S = 1.0
 
 
@@ -104,8 +104,8 @@ class Supervisor:
             if self._closing:
                 return
             if self._failed is not None:
-                # What has been started once can be started: perhaps memory of the one before it is
-                # not free yet.
+                # An engine that started once can start again: perhaps memory of the dead one is not
+                # free yet.
                 if not self._was_ready:
                     raise self._failed
                 _log.error("%s", self._failed)
@@ -147,8 +147,7 @@ class Supervisor:
         """
         if self._socket is None:
             return
-        # Without a limit to what may wait in the socket, sending never blocks; its future is done
-        # at once.
+        # The socket's queue has no limit, so sending never blocks, and its future is done at once.
         sent = asyncio.ensure_future(self._socket.send(encode(command), zmq.NOBLOCK))
         with suppress(zmq.Again):
             sent.result()
@@ -157,7 +156,7 @@ class Supervisor:
         """Run one engine, from the start of its process to its end; return whether it was ready."""
         try:
             directory = make_socket_directory(home_directory(self._home))
-        except OSError as error:  # the disk is full, say
+        except OSError as error:  # such as a full disk
             self._failed = ModelError(f"the engine cannot be started: {error}")
             return False
         activity = self._activity = LastActivity(activity_file(directory))
@@ -208,7 +207,7 @@ class Supervisor:
                     self._failed = ModelError(report.error)
                 self._owner.take_report(report)
         except Exception:
-            # An engine whose reports are not taken in would leave all requests waiting.
+            # An engine whose reports are not handled would leave all requests waiting.
             _log.exception("a report of the engine could not be handled; the engine is killed")
             self.kill()
 

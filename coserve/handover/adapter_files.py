@@ -46,7 +46,8 @@ class WrittenAdapters:
             directory = self._directory / f"adapter-{self._num_written}"
             self._num_written += 1
             directory.mkdir()
-            self._engine.flush_commands()  # recordings have this, and leave the next one out
+            # Recorded here, since recordings leave the next command out.
+            self._engine.flush_commands()
             self._engine.log.execute(SaveAdapter(version.key, str(directory)))
             self._files[version.key] = AdapterFiles(str(directory), digest_of(directory))
         self._files.move_to_end(version.key)

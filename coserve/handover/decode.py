@@ -37,7 +37,7 @@ from coserve.handover.transport import Transport
 
 _log = logging.getLogger(__name__)
 
-# How often it is tried to connect; after the prefill instance has said that it will not do.
+# Seconds between attempts to connect; the second after a rejection.
 _RETRY_S, _REJECTED_RETRY_S = 1.0, 10.0
 
 
@@ -91,10 +91,10 @@ class DecodeEnd:
         self._adapters = WrittenAdapters(engine, directory)
         self._transport: Transport | None = None
         self._is_welcome = self._is_silent = False
-        self._complaint = ""  # said last, so that it is said once
+        self._complaint = ""  # last logged reason, so that it is logged once
         self._connect_s = now()
         self._asked: dict[str, _RemotePrefill] = {}
-        self._files: dict[str, _RemotePrefill] = {}  # of requests that have not been admitted yet
+        self._files: dict[str, _RemotePrefill] = {}  # of requests that wait for admission
         self._numbers = count()
         self._num_handed_over = self._num_not_handed_over = self._num_pages = 0
 
@@ -163,7 +163,7 @@ class DecodeEnd:
     def _ask(self, transport: Transport, name: str, request: Request, blocks: range) -> None:
         info, id = self._engine.device.info, next(self._numbers)
         num_pages = sum(len(each.blocks) for each in (*self._asked.values(), *self._files.values()))
-        if num_pages + len(blocks) > info.num_pages:  # more could not be admitted anyway
+        if num_pages + len(blocks) > info.num_pages:  # more could not be admitted
             raise CoserveError("as many pages as the pool has are being handed over already")
         adapter = None if request.version is None else self._adapters.files_of(request.version)
         num_tokens, slo = len(blocks) * info.block_tokens, request.slo
@@ -258,7 +258,7 @@ class DecodeEnd:
 
     def _forget(self, asked: _RemotePrefill) -> None:
         if self._transport is not None:
-            with suppress(ConnectionError):  # which `receive` will say
+            with suppress(ConnectionError):  # `receive` reports it
                 self._transport.send(ForgetPrompt(asked.id))
 
     # -- the connection -----------------------------------------------------------------

@@ -38,8 +38,7 @@ from coserve.scheduling.slo import Slo
 
 _log = logging.getLogger(__name__)
 
-# Of requests and adapters that the engine has for decode instances; none of a client's is called
-# so.
+# Prefix of requests and adapters that serve decode instances; clients' names do not have it.
 _NAME = "handover/"
 _MIN_TTFT_S = 1e-3
 
@@ -176,7 +175,7 @@ class PrefillEnd:
         prompt = _Prompt(command, f"{_NAME}{next(self._numbers)}", keys)
         partner.prompts[command.id] = prompt
         self._copy(partner, prompt)
-        if command.id not in partner.prompts:  # all of it was known
+        if command.id not in partner.prompts:  # all of its blocks were cached
             return
         self._engine.add_tokens(
             command.tokens,
@@ -215,7 +214,8 @@ class PrefillEnd:
         blocks = range(max(known, command.first_block), len(pages))
         places = tuple(block - command.first_block for block in blocks)
         if blocks:
-            self._engine.flush_commands()  # recordings have this, and leave the next one out
+            # Recorded here, since recordings leave the next command out.
+            self._engine.flush_commands()
         try:
             if blocks:
                 self._engine.log.execute(

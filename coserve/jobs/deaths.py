@@ -13,9 +13,9 @@ Counts are in the store, so that a restart of the server does not reset them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Deaths of its own that a job has before it fails.
+# Number of deaths of its own with which a job fails.
 MAX_DEATHS = 3
-# Optimizer steps beyond the furthest of its deaths, after which they are forgotten.
+# Optimizer steps beyond the last death after which a job's deaths are forgotten.
 _STEPS_TO_FORGET = 100
 
 

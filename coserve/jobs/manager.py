@@ -109,7 +109,7 @@ class JobManager:
             await asyncio.wait(commands)
             await self.mailbox.call(nothing)
 
-    # -- what the engine says (on the event loop; returns at once) ------------------
+    # -- reports of the engine (on the event loop; return at once) ------------------
 
     def engine_ready(self) -> None:
         """Note that a fresh engine accepts commands."""
@@ -128,7 +128,7 @@ class JobManager:
         if events or checkpoints:
             self._driver.put(EngineReported(events=events, checkpoints=checkpoints))
 
-    # -- what clients ask for -------------------------------------------------------
+    # -- requests of clients --------------------------------------------------------
 
     async def create(
         self,
@@ -258,7 +258,7 @@ class JobManager:
         while (asked := await self.mailbox.call(lambda: self._ask(tenant, id, desired))) is None:
             if (earlier := self._driver.jobs.waiter(id)) is not None:
                 await asyncio.wait([earlier])
-        # A client that gives up does not take back what it asked for.
+        # A client that disconnects does not withdraw its request.
         job = await asyncio.shield(asked)
         # Any other status means that the job ended by itself meanwhile.
         if not (desired == "end" and job.status == "cancelled"):

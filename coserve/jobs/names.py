@@ -4,7 +4,7 @@ import re
 
 from coserve.jobs.records import DEFAULT_TENANT, new_id
 
-# A name is part of a path and of `name@step`, and its parts are told apart by colons.
+# A name is part of a path and of `name@step`, and colons separate its parts.
 SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

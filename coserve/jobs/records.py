@@ -18,9 +18,9 @@ JobStatus = Literal[
 ]
 OVER: frozenset[str] = frozenset(("succeeded", "failed", "cancelled"))
 Level = Literal["info", "warn", "error"]
-# Clients without a key, where none is needed.
+# Tenant of clients without a key, where none is needed.
 DEFAULT_TENANT = "default"
-# In the data of an evaluation's event: true if it was the best of its job so far.
+# Key in the data of an evaluation's event: true if it was the best of its job so far.
 IS_BEST = "is_best"
 
 _LETTERS = string.ascii_letters + string.digits
@@ -307,7 +307,7 @@ class BatchRecord:
     """Time of each status, by OpenAI's names (`in_progress_at`, …)."""
 
 
-# In these nothing changes any more.
+# Final statuses of batches.
 BATCH_OVER: frozenset[str] = frozenset(("completed", "failed", "expired", "cancelled"))
 
 

@@ -35,9 +35,9 @@ _COMMON_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _SHORTEST_SEQUENCE, _LONGEST_SEQUENCE = 2, 1024
 _SYNCHRONIZE_EVERY_STEPS = 8
 _MAX_MULTIPLIER = 1e6
-# Far beyond what trains anything: what is more is a slip that would fail a job much later.
+# Far beyond useful values: a larger one is a mistake that would fail a job much later.
 _MAX_OPTIMIZER_VALUES = {"learning_rate": 1e3, "eps": 1, "weight_decay": 1e3, "max_grad_norm": 1e9}
-# Of a field's name in a message.
+# Longest part of a client's field name that a message repeats.
 _LONGEST_NAME = 64
 
 
@@ -439,7 +439,7 @@ def _sequence_length(asked: int | None, positions: int, num_virtual: int) -> int
 def _trains_model(adapter: Any) -> bool:
     try:
         return isinstance(adapter, Mapping) and method(adapter.get("type", "lora")).is_model
-    except ValueError:  # said later
+    except ValueError:  # `_adapter` reports it
         return False
 
 

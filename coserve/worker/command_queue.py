@@ -12,13 +12,13 @@ from typing import Any
 
 from coserve.errors import CoserveError
 
-# Reads beside each other: a slow one holds up only those that want the same.
+# Concurrent reads: a slow one delays only commands with the same keys.
 _NUM_THREADS = 4
 
-# What a thread is to do before the command itself, or None if there is nothing to read.
+# Call for a thread before the command itself; None if there is nothing to read.
 Reading = Callable[[], Any] | None
-# Does a command; takes a call that returns what was read, or raises what went wrong. Returns what
-# it was refused for.
+# Runs a command, given a call that returns what was read or raises its error. Returns the error
+# with which the command was refused, if any.
 Do = Callable[[Any, Callable[[], Any]], CoserveError | None]
 
 

@@ -81,8 +81,8 @@ class Commands:
         """
         match command:
             case AddRequest() if command.params.grammar is not None:
-                # Beside other grammars, but after the vocabulary; then it is taken as any other
-                # request.
+                # Concurrent with other grammars, but after the vocabulary; then it continues as
+                # any other request.
                 is_known = self._engine.vocabulary is not None
                 key = f"grammar {hash(command.params.grammar)}" if is_known else _VOCABULARY
                 self._queue.put(
@@ -137,7 +137,7 @@ class Commands:
             keys.append(_adapter_key(job.name))
         if job.start is not None and job.checkpoint is None:
             keys.append(_adapter_key(job.start.name))
-            load = LoadAdapter(NO_CALL, job.start)  # its error comes again, with the command itself
+            load = LoadAdapter(NO_CALL, job.start)  # the command itself repeats its error
             self._queue.put(load, keys, self._adapter_reading(load))
         self._queue.put(command, keys, lambda: partial(self._jobs.read_files, job), is_slow=True)
 
@@ -200,7 +200,7 @@ class Commands:
             case AddRequest() | _CompiledRequest():
                 self._send(RequestRefused(command.id, str(error), type(error).__name__))
             case UseVocabulary():
-                pass  # requests with grammars will be told
+                pass  # requests with grammars will fail with the reason
             case _:
                 self._reply(command.call, error)
 

@@ -102,7 +102,7 @@ class JobCommands:
             DataError: A file is damaged or missing.
         """
         if job.config.evaluation.asks:
-            self._engine.answers_tokenizer()  # here, and not within the first step that needs it
+            self._engine.answers_tokenizer()  # loaded now, so that no step waits for it
         with self._activity.files_of(job.id):
             read = read_job_files(job, self._shared)
         self._shared.trim(self._needed())
@@ -165,7 +165,7 @@ class JobCommands:
                 self._engine.handle(command)
             case CancelJob():
                 self._living_lane(command.id).hurry()
-                if command.keeps:  # before the end, which the optimizer's state does not outlive
+                if command.keeps:  # before the end, which deletes the optimizer's state
                     self._checkpoint(command.id, listed=False)
                 for event in self._cancel(command):
                     self._queue_event(event)
@@ -189,7 +189,7 @@ class JobCommands:
             self.unload_adapter(job.name)
         self._engine.handle(command, data)
         if job.model and job.start is not None:
-            self.unload_adapter(job.start.name)  # nobody else can use it
+            self.unload_adapter(job.start.name)  # no other job or request can use it
         self._lane(job.id).begin(job)
         if job.paused:
             self._engine.pause_job(job.id)
@@ -295,8 +295,8 @@ class JobCommands:
                 self._engine.unload_adapter(done.adapter)
         is_success = done.event is not None and done.event.kind == "succeeded"
         if done.event is not None and not (is_success and isinstance(error, DiskFullError)):
-            # Without room for its last checkpoint, which only a shutdown does not wait for, it is
-            # not over: it resumes.
+            # Without room for its last checkpoint, for which only a shutdown does not wait, the
+            # job is not over: it resumes.
             failed = error is not None and is_success
             pending.events.append(
                 replace(done.event, kind="failed", message=str(error)) if failed else done.event

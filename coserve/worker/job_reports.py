@@ -22,7 +22,7 @@ from coserve.protocol.messages import CallReply
 
 _log = logging.getLogger(__name__)
 
-# Copies of a job's tensors that may wait for the disk.
+# Maximum number of copies of a job's tensors that wait for the disk.
 _MAX_COPIES = 2
 # Seconds between attempts to write to a disk that is full.
 _FULL_DISK_WAIT_S = 1.0

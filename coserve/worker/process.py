@@ -63,18 +63,17 @@ from coserve.worker.refinement import ProfileRefinement
 
 _log = logging.getLogger(__name__)
 
-# New commands hold up requests that run for no longer than this between two steps.
+# Longest time for new commands between two steps.
 _COMMANDS_S = 5e-3
-# When there is work, but the policy plans nothing.
+# Wait while there is work, but the policy plans nothing.
 _NO_PLAN_WAIT_MS = 10
-# When there is none, but files are being read or written.
+# Wait while there is no work, but files are being read or written.
 _FILES_WAIT_MS = 10
-# When there is nothing at all: threads may still have let go of copies, which the device is to be
-# told.
+# Wait while there is nothing at all; threads may still release copies, which the device must learn.
 _IDLE_WAIT_MS = 1000
-# After this long without work, what is kept for requests to come is given back.
+# Time without work after which memory that is kept for future requests is released.
 _REST_S = 5.0
-# Reports that may wait for a server that is busy, before the engine does.
+# Number of unread reports beyond which the engine waits for its server.
 _MAX_WAITING_REPORTS = 10_000
 _LINGER_MS = 2000
 _STDIN = 0
@@ -112,8 +111,8 @@ class EngineProcess:
         self._reported_s = 0.0
         self._unreported = True
         self._running = True
-        self._busy_s = time.monotonic()  # when there was work last
-        self._has_freed = False  # what the system may have back when there is no work
+        self._busy_s = time.monotonic()  # time of the last work
+        self._has_freed = False  # whether memory can be released when there is no work
 
     def run(self) -> None:
         """Run until the shutdown command."""
@@ -235,7 +234,7 @@ class EngineProcess:
                 stats=self._stats(),
             )
         )
-        for reply in pending.replies:  # what came of a command is told before its reply
+        for reply in pending.replies:  # after the effects of their commands
             self._send(reply)
         self._steps, self._fullest = [], None
         self._reported_s, self._unreported = time.monotonic(), False
@@ -349,7 +348,7 @@ def _read_settings() -> EngineSettings | None:
     """Read the first line of standard input; None if the server has ended before."""
     line = b""
     while not line.endswith(b"\n"):
-        # Not by a buffer, which a thread that waits would hold at the end.
+        # Unbuffered: a waiting thread would hold a buffer's lock at the end.
         more = os.read(_STDIN, 1 << 16)
         if not more:
             return None

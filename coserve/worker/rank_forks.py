@@ -24,8 +24,7 @@ from coserve.devices.ranks.places import num_usable_cores
 from coserve.errors import DeviceGoneError
 
 _MAX_BYTES, _MAX_DESCRIPTORS = 1 << 16, 8
-# Descriptors of a blank process from here on are its own; those that it is sent get their old
-# numbers, below.
+# First descriptor of a blank process's own files; received ones get their old numbers below.
 _FIRST_OWN = 1 << 9
 
 
@@ -93,7 +92,7 @@ def _fork(others: Sequence[socket.socket]) -> _ForkedRank:
     """Fork off a blank process without the others' sockets, so that it sees the end of its own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with warnings.catch_warnings():
-        # Python warns of numpy's idle threads, too, which look after themselves at a fork.
+        # Python also warns of numpy's idle threads, which handle a fork themselves.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:

@@ -28,8 +28,7 @@ from coserve.errors import DeviceGoneError
 
 _log = logging.getLogger(__name__)
 
-# How often ranks are asked for their states; and until their device knows of an end that was
-# noticed here.
+# Interval of reads of ranks' states; and of checks until the device notices an end as well.
 _STATES_S, _POLL_S = 1.0, 0.01
 
 
@@ -74,7 +73,7 @@ class _MortalDevice:
         """Wait for the end of one of these processes, also while the device is idle."""
         ends = select.poll()
         for pid in pids:
-            with suppress(ProcessLookupError):  # the device will say so
+            with suppress(ProcessLookupError):  # the device reports that it has ended
                 ends.register(os.pidfd_open(pid), select.POLLIN)
         ends.poll()
         while True:

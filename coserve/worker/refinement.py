@@ -12,7 +12,7 @@ from coserve.errors import DeviceGoneError
 
 _log = logging.getLogger(__name__)
 
-# Requests often come one after the other: a piece of the measurement would make the next one wait.
+# Requests often follow each other: a piece of the measurement would delay the next one.
 _QUIET_S = 0.25
 
 
@@ -24,7 +24,7 @@ class ProfileRefinement:
     def __init__(self, engine: Engine, *, time_s: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._calibration, self._time_s = engine, engine.calibration, time_s
         self._has_failed = False
-        self._busy_s = float("-inf")  # when a request was last there
+        self._busy_s = float("-inf")  # time of the last request
         self.progress: float | None = 0.0 if engine.calibration.is_provisional else None
         """Share of the measurements that are finished; None once it is measured, or measuring has
         failed."""
@@ -51,7 +51,7 @@ class ProfileRefinement:
                 done, total = self._calibration.run_piece()
             except (DeviceGoneError, LostCommandError):
                 raise
-            except Exception:  # such as no memory for it beside jobs
+            except Exception:  # such as a lack of memory beside jobs
                 _log.warning(
                     "measuring the device failed: its provisional profile stays", exc_info=True
                 )

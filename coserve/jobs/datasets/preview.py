@@ -163,7 +163,7 @@ def tokens_of(example: Example, pieces: TokenBytes) -> Iterator[Token]:
     for place, (token, is_trained) in enumerate(zip(example.tokens, trained, strict=False)):
         waiting += pieces.of(token)
         is_last = place + 1 == len(trained) or trained[place + 1] != is_trained
-        if is_last or _is_text(waiting):  # else the next token has the rest of a character
+        if is_last or _is_text(waiting):  # otherwise the next token completes a character
             yield Token(text=waiting.decode("utf-8", "replace"), is_trained=is_trained)
             waiting = b""
 

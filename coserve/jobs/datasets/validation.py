@@ -25,7 +25,7 @@ from coserve.tuning.reading_report import ReadingReport
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-# Seconds before files are read again that could not be laid down, doubled each time.
+# Seconds before the next attempt to read files, doubled each time; and between looks meanwhile.
 _FIRST_WAIT_S, _LONGEST_WAIT_S, _LOOK_S = 1.0, 32.0, 0.5
 
 
@@ -180,8 +180,8 @@ class FileReader:
             result = await self._again(job.id, lambda: self._validate_in_turn(job))
             await self._again(job.id, lambda: self._done(job.id, result))
         except (EngineGoneError, StoreError, OSError):
-            pass  # shutting down: they are read again at the next start
-        finally:  # not before: who resumes the job meanwhile must not begin to read them again
+            pass  # shutting down: the files are read at the next start
+        finally:  # last, so that a client that resumes the job meanwhile starts no second reading
             del self._tasks[job.id]
             self._unwanted.discard(job.id)
             self._shares.pop(job.id, None)

@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 RESULTS = "fine-tune-results"
-# What a tenant has too much of goes when its owner, or a job's end, takes it away: nobody knows
-# when.
+# Advised delay after a quota error: room comes when the owner deletes something or a job ends.
 QUOTA_RETRY_S = 60.0
 _CHUNK_BYTES = 1 << 20
 _PART = ".part"

@@ -15,7 +15,7 @@ from coserve.jobs.records import CheckpointRecord, JobRecord
 from coserve.jobs.sql.transaction import Transaction
 
 EXAMPLES = "examples.msgpack"
-# At the end of the name of a file that is not whole yet.
+# Suffix of a file that is not complete yet.
 PART = ".part"
 
 

@@ -26,13 +26,13 @@ from coserve.settings import without_password
 _log = logging.getLogger(__name__)
 
 MARKER = ".complete"
-# Of a file in a directory: never a path.
+# Name of a file in a directory: never a path.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# What only one process, or only this machine, can read.
+# Protocols of files that only one process, or only this machine, can read.
 _NOT_SHARED = ("memory", "file", "local")
-# Before a call that failed is tried again.
+# Delays between attempts of a failed call.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
-# What was used so recently may be in use still.
+# Files that were used within this time may still be in use.
 _IN_USE_S = 600.0
 _Found = TypeVar("_Found")
 
@@ -141,7 +141,7 @@ class RemoteFiles(SharedFiles):
             return
         if path.exists():
             with suppress(OSError):
-                os.utime(path)  # see `trim`
+                os.utime(path)  # time of last use, for `trim`
             return
         make_private(path.parent)
         part = path.with_name(f".part-{uuid4().hex}")

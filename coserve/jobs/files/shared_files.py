@@ -82,7 +82,7 @@ def discard(path: Path) -> bool:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    except FileNotFoundError:  # or something in it, which another has removed just now
+    except FileNotFoundError:  # of the path or of something in it: another process removes it too
         return not path.exists() or discard(path)
     except OSError as error:
         _log.error("%s is not needed any more, and cannot be removed: %s", path, error)

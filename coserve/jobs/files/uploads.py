@@ -16,7 +16,7 @@ from coserve.jobs.sql.batch_queries import PART_PURPOSE
 from coserve.jobs.sql.store import Store
 from coserve.jobs.sql.transaction import Transaction
 
-# As OpenAI keeps them.
+# Lifetime of parts, as at OpenAI.
 _PARTS_KEPT_S = 3600
 _CHUNK_BYTES = 1 << 20
 
@@ -77,7 +77,7 @@ class Uploads:
         _check_pending(upload)
 
         def also(transaction: Transaction, record: FileRecord) -> None:
-            _check_pending(_found(transaction, upload))  # it may have ended while the part came
+            _check_pending(_found(transaction, upload))  # it may have ended meanwhile
 
         return self._files.create(
             upload.tenant,
@@ -112,7 +112,7 @@ class Uploads:
 
             def also(transaction: Transaction, record: FileRecord) -> None:
                 _check_pending(_found(transaction, upload))
-                for part in transaction.parts(upload.id):  # also those that came meanwhile
+                for part in transaction.parts(upload.id):  # including those that arrived meanwhile
                     known[part.id] = part
                     transaction.remove_file(upload.tenant, part.id)
                 transaction.change_upload(upload.id, status="completed", file=record.id)
@@ -153,7 +153,7 @@ class Uploads:
         for part in parts:
             try:
                 file = self._files.path(part).open("rb")
-            except FileNotFoundError:  # the upload was cancelled, or its time has come
+            except FileNotFoundError:  # the upload was cancelled or has expired
                 raise JobError(
                     f"The part {part.id} is not there any more", param="part_ids"
                 ) from None
@@ -171,8 +171,7 @@ class Uploads:
             self._files.remove_blob(part)
 
 
-# Uploads that are being completed in this process: each would take its bytes on the disk once for
-# everyone who asks.
+# Uploads that are being completed in this process: concurrent calls would each write the file.
 _completing: set[str] = set()
 _completing_lock = Lock()
 

@@ -40,7 +40,7 @@ from coserve.jobs.messages import JobEngine
 from coserve.jobs.models import JobModels
 from coserve.jobs.records import JobRecord
 
-# A job that engines have died of too many times is not started again.
+# A job that has caused too many engine deaths is not started again.
 TOO_MANY_DEATHS = JobFailed(
     code="engine_died",
     message=(
@@ -101,7 +101,7 @@ class JobActions:
             case Start():
                 return await self._start(id)
             case SendCommand(command=command):
-                if command == "cancel":  # which cannot be taken back
+                if command == "cancel":  # cannot be undone, so its record must fit into the store
                     await asyncio.to_thread(self._writer.require_room, id)
                 self.send(id, command)
             case Write(status="succeeded" | "failed" | "cancelled" as status):

@@ -47,7 +47,7 @@ class JobAdapters:
 
     def find_on_any(self, tenant: str, name: str) -> AdapterRecord | None:
         """Return the adapter of a name, on any model, served or not."""
-        kept = self._kept  # another, if something changes while the store is asked
+        kept = self._kept  # `changed` replaces it, so that a stale answer is not kept
         if (record := kept.get((tenant, name)) or self._live.get((tenant, name))) is not None:
             return record
         with self._store.read() as transaction:

@@ -51,7 +51,7 @@ from coserve.jobs.records import JobRecord
 
 _log = logging.getLogger(__name__)
 
-# Events that may wait for the store before the jobs that report are paused.
+# Number of queued events beyond which running jobs are paused.
 _MAX_WAITING_EVENTS = 1000
 
 
@@ -196,7 +196,7 @@ class JobDriver:
                 self._adapters.add_live(job)
         if recorded.num_checkpoints:
             self._adapters.changed()
-        # A job has succeeded when its last checkpoint is there, which may come later.
+        # A job succeeds once its last checkpoint is on record, which may follow later.
         await self._settle_jobs([state.id for state in self.jobs if state.has_ended])
 
     async def _take_answer(self, answer: EngineAnswered) -> None:
@@ -212,7 +212,8 @@ class JobDriver:
                 _log.error("job %s: the engine did not do %r: %s", id, command.command, error)
             self.jobs.refuse(id, refused)
             return
-        if error is not None and not isinstance(error, CoserveError):  # a bug; of this job alone
+        # Any other error is a bug, which fails this job alone.
+        if error is not None and not isinstance(error, CoserveError):
             _log.error("job %s could not be started", id, exc_info=error)
         await self.settle_job(id)
 
@@ -258,7 +259,7 @@ class JobDriver:
             ):
                 self.actions.send(state.id, "pause")
 
-    # -- what clients ask -----------------------------------------------------------
+    # -- requests of clients --------------------------------------------------------
 
     async def ask(self, id: str, desired: DesiredState) -> Waiter:
         """Start to bring a job to the state that a client desires; no other request is open for it.

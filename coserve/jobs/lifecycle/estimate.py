@@ -7,7 +7,7 @@ from coserve.scheduling.plan import whole_pack
 from coserve.scheduling.profile import Profile
 from coserve.tuning.order import PackMembers, TrainingOrder
 
-# What lies further back says little about now: other requests, other jobs.
+# Number of steps in the window: older ones ran beside other requests and jobs.
 _WINDOW = 32
 
 

@@ -12,7 +12,7 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.messages import Checkpointed
 from coserve.jobs.records import JobRecord
 
-# What is wanted of a job: run when it can, rest until it is resumed, or end.
+# State that a job should reach: run when it can, rest until it is resumed, or end.
 DesiredState = Literal["run", "rest", "end"]
 Command = Literal["start", "pause", "resume", "cancel"]
 
@@ -200,7 +200,7 @@ class JobFailed:
     """Field that the error is about, if any."""
 
 
-# What a mailbox takes, and what changes one state.
+# Events that a mailbox takes, and events that change one state.
 EngineEvent = EngineReady | EngineReported | EngineLost | EngineAnswered | TimeUp
 Event = (
     EngineLost

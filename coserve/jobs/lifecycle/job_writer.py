@@ -28,7 +28,7 @@ from coserve.jobs.settings import JobSettings
 from coserve.jobs.sql.store import Store
 from coserve.jobs.sql.transaction import Transaction
 
-# The code of the error of a job that has run for as long as it may.
+# Error code of a job that has reached its time limit.
 TIMEOUT = "job_timeout"
 
 
@@ -247,8 +247,7 @@ class JobWriter:
             return ResumePoint(job=job, deaths=deaths)
         checkpoint = self._folders.resume_point(checkpoints)
         last = checkpoints[-1] if checkpoints else None
-        # The last checkpoint of all is the adapter alone, if the engine wrote it when the job had
-        # ended.
+        # The very last checkpoint is the adapter alone, if the engine wrote it after the end.
         is_final = last is not None and last.listed and last.step == job.num_steps
         is_done = (
             last is not None

@@ -32,7 +32,7 @@ class LiveJobs:
 
     def __init__(self, slots: TrainingSlots) -> None:
         self._slots = slots
-        self._states: dict[str, JobState] = {}  # the oldest first
+        self._states: dict[str, JobState] = {}  # by id, the oldest first
         self._waiters: dict[str, Waiter] = {}
         self._tickets = count()
         self._announced: list[EngineLost | EngineReady] = []

@@ -90,7 +90,7 @@ class JobMailbox:
                 self._events.extendleft(reversed(events))
                 self.blocked = store_error(error)
                 return
-            except Exception as error:  # the next job's fate must not hang on this one's
+            except Exception as error:  # reports about other jobs are still handled
                 _log.exception("a report about a job could not be handled: %s", error)
 
     def _next_events(self) -> list[EngineEvent]:
@@ -128,7 +128,7 @@ class JobMailbox:
                 await self._settle()
         await self._settle()
         for call in self._calls:
-            if not call.result.done():  # the caller may have given up
+            if not call.result.done():  # the caller may have been cancelled
                 call.result.set_exception(EngineGoneError("the server is shutting down"))
 
     async def _serve(self, call: _ClientCall) -> None:

@@ -138,7 +138,7 @@ def refusal(state: JobState, answer: EngineAnswered, *, is_current: bool) -> Cos
     """
     error, command = answer.error, answer.command
     if isinstance(error, EngineGoneError):
-        return error if is_current else None  # without a death, the next engine is waited for
+        return error if is_current else None  # after a death, the job waits for the next engine
     if (
         error is None
         or isinstance(error, JobOverError)
@@ -156,7 +156,7 @@ def event_message(state: JobState, status: JobStatus) -> str | None:
     if status in ("queued", "validating_files"):
         return "Fine-tuning job resumed" if state.status == "paused" else None
     assert status == "running", "an end has its own events"
-    if state.was_resumed:  # one that waited for a slot has had the event of its resumption
+    if state.was_resumed:  # the resumption of a job that waited for a slot has its event already
         return (
             "Fine-tuning job resumed"
             if state.status == "paused"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from coserve.jobs.lifecycle.state import JobState
 
-# A tenant -> how many of its jobs may train at once; None: no limit of its own.
+# Maps a tenant to the number of its jobs that may train at once; None: no limit of its own.
 TenantLimit = Callable[[str], int | None]
 
 
@@ -21,7 +21,7 @@ class TrainingSlots:
     def __init__(self, max_running: int | None, max_running_of: TenantLimit) -> None:
         """Set how many jobs may train at once, in total and per tenant; None: no limit."""
         self._max_running, self._max_running_of = max_running, max_running_of
-        self._num_granted: Counter[str] = Counter()  # by tenant, ever
+        self._num_granted: Counter[str] = Counter()  # by tenant, since the start
 
     def next(self, states: Collection[JobState]) -> JobState | None:
         """Return the job that gets the next slot; None if no slot is free, or no waiting job may

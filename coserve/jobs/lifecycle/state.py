@@ -33,11 +33,10 @@ from coserve.jobs.lifecycle.events import (
 )
 from coserve.jobs.records import JobRecord, JobStatus
 
-# The engine does not have the job, runs it, has paused it, or has ended it and will still report
-# with what outcome.
+# Whether the engine does not have the job, runs it, has paused it, or has ended it (the outcome may
+# still be reported).
 EngineState = Literal["absent", "running", "paused", "ended"]
-# A place to train. A job keeps it from when it is granted until the job ends or is paused, across
-# engines.
+# Place to train, which a job keeps, across engines, until it ends or is paused.
 Slot = Literal["none", "waiting", "held"]
 
 TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
@@ -255,7 +254,8 @@ def _answered(state: JobState, event: EngineAnswered) -> JobState:
         return state if error is None else replace(state, engine="absent", failure=_refused(error))
     if isinstance(error, JobOverError):
         return replace(state, engine="ended")
-    if error is not None or state.engine == "ended":  # nothing was done, or more than that
+    # Nothing changed, or the job has already ended.
+    if error is not None or state.engine == "ended":
         return state
     if command.command == "resume":
         return replace(state, engine="running", was_resumed=True)

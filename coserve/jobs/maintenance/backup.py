@@ -35,7 +35,7 @@ from coserve.version import VERSION
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-# In a home: what a backup that is being written keeps from being removed.
+# Folder of a home with links to the files of a backup that is being written.
 STAGE = ".backup"
 
 
@@ -83,7 +83,7 @@ def write_backup(home: Path, store: Store, file: Path) -> Backup:
     try:
         with _stage(home) as stage:
             names, missing, counts = _gather(home, store, stage)
-            part.unlink(missing_ok=True)  # of one that was killed
+            part.unlink(missing_ok=True)  # left by a process that was killed
             try:
                 _write_archive(stage, names, missing, part)
                 part.rename(file)
@@ -179,7 +179,7 @@ def _wanted(
         each.directory for each in adapters if each.directory
     ]
     relative = {Path(_relative(home, each) or "") for each in directories}
-    # What lies elsewhere is not this home's.
+    # Directories elsewhere do not belong to this home.
     inside = {path for path in relative if not path.is_absolute()}
     return _Wanted(
         paths=frozenset(paths), whole=frozenset(whole), adapters=frozenset(inside - whole)
@@ -210,7 +210,7 @@ def _link(source: Path, target: Path) -> bool:
             os.link(source, target, follow_symlinks=False)
         except FileNotFoundError:
             raise
-        except OSError:  # no hard links here
+        except OSError:  # hard links are not possible here
             shutil.copyfile(source, target)
     except FileNotFoundError:
         return False

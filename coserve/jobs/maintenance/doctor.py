@@ -299,7 +299,7 @@ def _fault_of(directory: Path, *, is_needed_whole: bool) -> str | None:
             if name.endswith(".json"):
                 json.loads((directory / name).read_text())
             else:
-                with safe_open(directory / name, framework="np"):  # finds what is cut short, too
+                with safe_open(directory / name, framework="np"):  # fails on a truncated file, too
                     pass
         except (SafetensorError, OSError, ValueError) as error:
             return f"{name} cannot be read: {error}"

@@ -170,7 +170,7 @@ def _restored_row(home: Path, row: Row) -> Row:
     _check_foreign_row(row)
 
     def absolute(directory: str | None) -> str | None:
-        return None if directory is None else str(home / directory)  # as it is, if it is elsewhere
+        return None if directory is None else str(home / directory)  # absolute ones stay
 
     if "directory" in row:
         row["directory"] = absolute(row["directory"])
@@ -208,7 +208,7 @@ def _check_foreign_database(path: Path) -> None:
 
 def _check_foreign_row(row: Row) -> None:
     """Raise _ForeignRowError for a record that points outside of the home."""
-    if "item" not in row:  # of a conversation: its ids are clients', and name no file
+    if "item" not in row:  # items of conversations have clients' ids, which name no file
         for column in _NAMES:
             if (value := row.get(column)) is not None and not _is_plain(value):
                 raise _ForeignRowError(

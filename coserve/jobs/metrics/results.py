@@ -10,7 +10,7 @@ from coserve.engine.jobs.events import JobEvent
 from coserve.jobs.records import IS_BEST, EventRecord
 from coserve.tuning.evaluation import METRICS
 
-# Metrics of answers, as events name them.
+# Names of answers' metrics in events.
 ANSWERS = tuple(f"valid_{name}" for name in METRICS)
 FILENAME = "step_metrics.csv"
 _MARGIN = "reward_margin"

@@ -3,7 +3,7 @@ Biases if a job asks for it.
 
 They run on a thread of their own and delay nothing; errors are logged and change no job. A job that
 cannot be followed at Weights & Biases gets an event with the reason. After an engine's death, steps
-are repeated: TensorBoard is told which ones to forget, Weights & Biases keeps the first.
+are repeated: TensorBoard discards the first ones, Weights & Biases keeps them.
 """
 
 import importlib.util
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ENDS = ("succeeded", "failed", "cancelled")
-# Of a job's folder; below it, what `tensorboard --logdir` reads.
+# Subfolder of a job's folder with the event files of `tensorboard --logdir`.
 TENSORBOARD = "tensorboard"
-# How long what was measured may be in memory alone; each time, the disk is waited for.
+# Interval of flushes, each of which waits for the disk.
 _FLUSH_S = 2.0
-# How long the end of a server waits for what is on its way to a service that may be gone.
+# Longest wait at the end of a server for a service that may be gone.
 _CLOSE_S = 20.0
 _MAX_MESSAGE = 500
-_numbers = count()  # of files, which may be begun within one second
+_numbers = count()  # distinguish files that start within one second
 
 
 class Tracker(Protocol):
@@ -70,7 +70,7 @@ def _has_wandb_key(wandb: Any) -> bool:
         return True
     try:
         return bool(wandb.login(prompt=False))
-    except TypeError:  # a version before that option
+    except TypeError:  # versions without this option
         return bool(wandb.api.api_key)
 
 
@@ -93,7 +93,7 @@ class Trackers:
         self._open: dict[str, list[Tracker]] = {}
         self._told = set[tuple[str, str]]()  # warnings that jobs have
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # One that nobody waits for when the process ends.
+        # A daemon, so that the end of the process does not wait for it.
         self._thread = Thread(target=self._run, name="trackers", daemon=True)
         self._thread.start()
 
@@ -226,7 +226,7 @@ class TensorboardTracker:
                 )
                 self._file = RecordWriter(str(path))
                 start = SessionLog(status=SessionLog.START)
-                # As TensorBoard wants it for steps that come again.
+                # TensorBoard discards later steps of earlier files at a START event.
                 head = (
                     Event(step=step, file_version="brain.Event:2"),
                     Event(step=step, session_log=start),
@@ -284,7 +284,7 @@ class WandbTracker:
             dir=str(directory),
             config={"model": job.model, "seed": job.seed, **job.settings},
             reinit="create_new",
-            # What this process prints is not the run's.
+            # The output of this process does not belong to the run.
             settings=wandb.Settings(silent=True, console="off"),
         )
 

@@ -8,9 +8,9 @@ from coserve.jobs.records import BATCH_OVER, BatchRecord, FileRecord, Page, Uplo
 from coserve.jobs.sql.queries import Queries, row_of
 from coserve.jobs.sql.tables import BatchTable, FileTable, UploadTable
 
-# Of files that are parts of an upload, by its id as their name; no client sees them.
+# Purpose of parts of an upload, whose file name is the upload's id; clients do not see them.
 PART_PURPOSE = "upload-part"
-# Below a home: where the results of batches are while these are under way.
+# Folder of a home with the results of batches that are under way.
 BATCHES_FOLDER = "batches"
 
 

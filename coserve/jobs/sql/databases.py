@@ -14,14 +14,14 @@ from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, 
 
 from coserve.secret_variables import DATABASE
 
-# How long another writer (a backup, say) may hold the database.
+# Longest time that another writer (a backup, say) may hold the database.
 _BUSY_S = 30
-# How long PostgreSQL may take to answer at all: a server that is away is an error, not a silence.
+# Longest times without an answer of PostgreSQL: a server that is away is an error.
 _CONNECT_S = 10
 _SILENT_S = 30
-# Connections that are kept, and more that are opened when all are busy; then calls wait.
+# Connections that stay open, and additional ones when all are busy; beyond these, calls wait.
 _POOL_SIZE, _POOL_OVERFLOW = 5, 10
-# PostgreSQL knows locks that are not of rows by a number.
+# Number of PostgreSQL's advisory lock for writers.
 _WRITER = int.from_bytes(b"coserve", "big")
 
 
@@ -57,7 +57,7 @@ def has_tables(url: str) -> bool:
     """
     parsed = make_url(url)
     path = parsed.database or ""
-    # SQLite would make the file.
+    # Connecting would create SQLite's file.
     if (
         parsed.get_backend_name() == "sqlite"
         and not path.startswith("file:")

@@ -12,7 +12,7 @@ from coserve.errors import JobError
 from coserve.jobs.records import Page
 
 Record = TypeVar("Record")
-# A word of SQLAlchemy's.
+# SQLAlchemy reserves the name "metadata".
 _RENAMED = {"metadata": "labels"}
 
 

@@ -10,7 +10,7 @@ from coserve.jobs.records import ResponseRecord
 from coserve.jobs.sql.queries import Queries, row_of
 from coserve.jobs.sql.tables import ResponseTable
 
-# Where the oldest make room, they make this much more of it: the next one finds some.
+# Share of the limit that is freed in addition, so that the next addition finds room.
 _ROOM_SHARE = 1 / 16
 _UNFINISHED = ("queued", "in_progress")
 

@@ -12,10 +12,10 @@ from coserve.jobs.records import new_id
 from coserve.jobs.sql.tables import HomeTable, SchemaTable, Table
 
 SCHEMA_VERSION = 1
-# In a home: which database is its own, if that is elsewhere.
+# File of a home with the id by which a database elsewhere recognises it.
 _MARK_FILE = "home-id"
 _ROWS_AT_ONCE = 1000
-# They are each database's own.
+# Tables that belong to one database.
 _NOT_COPIED = {HomeTable.__tablename__, SchemaTable.__tablename__}
 
 Row = dict[str, Any]
@@ -76,7 +76,8 @@ def copy_rows(source: Connection, target: Connection, change: Callable[[Row], Ro
         query = select(table).order_by(table.c.seq).execution_options(yield_per=_ROWS_AT_ONCE)
         for rows in source.execute(query).mappings().partitions():
             target.execute(insert(table), [change(dict(row)) for row in rows])
-        if target.dialect.name == "postgresql":  # or the next row would get a number that is taken
+        # Otherwise the next row in PostgreSQL gets a number that is taken.
+        if target.dialect.name == "postgresql":
             newest = target.scalar(select(func.max(table.c.seq)))
             if newest is not None:
                 target.execute(

@@ -28,8 +28,7 @@ from coserve.jobs.sql.transaction import Transaction
 from coserve.settings import without_password
 
 DATABASE_FILE = "coserve.db"
-# How SQLite says that its disk is full (the second: no room for the index of its log), and how
-# PostgreSQL does.
+# Error codes of a full disk: SQLite's (the second: no room for the index of its log), PostgreSQL's.
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE", "53100")
 
 
@@ -65,7 +64,7 @@ class Store:
             make_private(home)
         if url is None:
             path = home / DATABASE_FILE
-            path.touch(mode=0o600)  # and SQLite gives its other files the mode of this one
+            path.touch(mode=0o600)  # SQLite copies this mode to its other files
             return cls(f"sqlite:///{path}")
         store = cls(url)
         try:
@@ -127,8 +126,8 @@ class Store:
         """
         with _store_errors(), self._reading.begin() as source:
             with Session(self._writing) as session, session.begin():
-                session.connection()  # nobody writes any more
-                source.execute(select(SchemaTable.version))  # from here on it sees this moment
+                session.connection()  # takes the writers' lock
+                source.execute(select(SchemaTable.version))  # starts its snapshot
                 while_still(Transaction(session))
             with other._writing.begin() as target:
                 copy_rows(source, target, change)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from sqlalchemy import JSON, BigInteger, ForeignKey, Integer, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-# SQLite counts up by itself only in a column of exactly this type.
+# SQLite increments only columns of exactly this type.
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -68,7 +68,7 @@ class JobTable(Table):
     validation_file: Mapped[str | None]
     suffix: Mapped[str | None]
     seed: Mapped[int] = mapped_column(BigInteger)
-    # "metadata" is a word of SQLAlchemy's.
+    # The record's `metadata`, a name that SQLAlchemy reserves.
     labels: Mapped[dict[str, Any] | None]
     settings: Mapped[dict[str, Any]]
     start: Mapped[dict[str, Any] | None]
