@@ -51,14 +51,14 @@ def create(served: Served, checkpoint_every_steps: int = 10, num_epochs: int = 4
         "checkpoint_every_steps": checkpoint_every_steps,
     }
     hyperparameters: Any = {"n_epochs": num_epochs, "batch_size": 3}
-    made = client.fine_tuning.jobs.create(
+    job = client.fine_tuning.jobs.create(
         model="small",
         training_file=file.id,
         seed=5,
         method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
         extra_body={"coserve": settings},
     )
-    return made.id
+    return job.id
 
 
 def retrieved(served: Served, job: str) -> Any:
@@ -70,8 +70,8 @@ def retrieved(served: Served, job: str) -> Any:
 
 
 def is_over(served: Served, job: str) -> bool:
-    found = retrieved(served, job)
-    return found is not None and found.status in ENDED
+    state = retrieved(served, job)
+    return state is not None and state.status in ENDED
 
 
 def losses(served: Served, job: str) -> dict[int, float]:
@@ -121,10 +121,10 @@ def test_a_rank_that_is_killed_ends_the_group_at_once_and_the_next_one_continues
             assert answer.choices[0].text
         served.wait_until(lambda: is_over(served, job), limit_s=240)
         assert retrieved(served, job).status == "succeeded"
-        found: list[Any] = [
+        events: list[Any] = [
             each.data for each in served.client().fine_tuning.jobs.list_events(job, limit=1000)
         ]
-        steps = sorted(each["step"] for each in found if each and "train_loss" in each)
+        steps = sorted(each["step"] for each in events if each and "train_loss" in each)
         assert steps == list(range(1, NUM_STEPS + 1)), "no step is lost, and none counts twice"
         last = [each["pid"] for each in ranks_of(served)]
     assert not any(map(is_alive, last)), "the server's end is theirs"
@@ -171,10 +171,10 @@ def test_a_job_loses_nothing_while_ranks_are_killed_again_and_again(served: Serv
             killed.wait_until(lambda all=(*pids, engine): not any(map(is_alive, all)), limit_s=30)
         killed.wait_until(lambda: is_over(killed, job), limit_s=240)
         assert retrieved(killed, job).status == "succeeded", killed.log.read_text()
-        found = losses(killed, job)
-    assert sorted(found) == list(range(1, 10 * num_epochs + 1))
+        disturbed_losses = losses(killed, job)
+    assert sorted(disturbed_losses) == list(range(1, 10 * num_epochs + 1))
     served.wait_until(lambda: is_over(served, undisturbed), limit_s=240)
-    assert found == pytest.approx(losses(served, undisturbed), rel=1e-4)
+    assert disturbed_losses == pytest.approx(losses(served, undisturbed), rel=1e-4)
 
 
 def engine_of(served: Served) -> int | None:
