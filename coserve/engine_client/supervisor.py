@@ -88,7 +88,7 @@ class Supervisor:
         self.num_restarts = 0
         self.silent_s = 0.0
         self.jobs_at_death: tuple[str, ...] | None = ()
-        """The jobs that the last engine may have died of; None if that is not known."""
+        """The jobs that may have killed the last engine; None if that is not known."""
 
     # -- life -----------------------------------------------------------------------
 

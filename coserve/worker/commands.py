@@ -200,7 +200,7 @@ class Commands:
             case AddRequest() | _CompiledRequest():
                 self._send(RequestRefused(command.id, str(error), type(error).__name__))
             case UseVocabulary():
-                pass  # requests with grammars will fail with the reason
+                pass  # requests with grammars will fail
             case _:
                 self._reply(command.call, error)
 
