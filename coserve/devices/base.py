@@ -3,8 +3,17 @@
 import time
 from typing import Protocol
 
-from coserve.devices.messages.commands import Command, DeviceInfo, Reply
+from coserve.devices.messages.commands import (
+    BESIDE_STEPS,
+    Command,
+    CommandsCounted,
+    CountCommands,
+    DeviceInfo,
+    Reply,
+)
 from coserve.devices.messages.steps import StepBatch, StepResult
+
+_NOT_COUNTED = (*BESIDE_STEPS, CountCommands)
 
 
 class Clock(Protocol):
@@ -74,3 +83,21 @@ class Device(Protocol):
     def close(self) -> None:
         """Free the device, and end its process, if it has one."""
         ...
+
+
+class CommandCount:
+    """Counter of the commands of the ordered stream that a device has answered, by whatever way
+    they came; see `CountCommands`.
+    """
+
+    def __init__(self) -> None:
+        self._num_answered = 0
+
+    def add(self, command: Command) -> None:
+        """Count a command that was done, or has failed."""
+        if not isinstance(command, _NOT_COUNTED):
+            self._num_answered += 1
+
+    def reply(self) -> CommandsCounted:
+        """Return the reply to `CountCommands`."""
+        return CommandsCounted(self._num_answered)

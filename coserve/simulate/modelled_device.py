@@ -11,6 +11,7 @@ from typing import Any
 
 from coserve.adapters.base import Adapter, AdapterConfig
 from coserve.adapters.peft_directory import adapter_config, read_config
+from coserve.devices.base import CommandCount
 from coserve.devices.counting import device_info, trainer_opened
 from coserve.devices.grammars.device_grammars import DeviceGrammars
 from coserve.devices.grammars.matching import Matcher
@@ -65,7 +66,6 @@ from coserve.devices.messages.steps import (
     StepResult,
     TokenLogprob,
 )
-from coserve.devices.recording.command_count import CommandCount
 from coserve.errors import AdapterError, JobError
 from coserve.models.backbone import Backbone
 from coserve.scheduling.latency import LatencyModel

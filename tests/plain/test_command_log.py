@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import coserve
+from coserve.devices.base import CommandCount
 from coserve.devices.messages import commands as messages
 from coserve.devices.messages.commands import (
     BESIDE_STEPS,
@@ -28,7 +29,6 @@ from coserve.devices.messages.commands import (
 from coserve.devices.messages.jobs import PlaceOptimizer, PublishVersion, ResizeWindow
 from coserve.devices.messages.pages import SwapIn, SwapOut
 from coserve.devices.messages.steps import StepBatch, StepResult
-from coserve.devices.recording.command_count import CommandCount
 from coserve.devices.sampling_params import SamplingParams
 from coserve.engine.command_log import CommandLog, LostCommandError
 from coserve.errors import DeviceGoneError, DeviceMemoryError

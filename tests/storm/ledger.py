@@ -17,6 +17,7 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
+from coserve.devices.base import CommandCount
 from coserve.devices.messages.commands import (
     CloseRequest,
     Command,
@@ -50,7 +51,6 @@ from coserve.devices.messages.pages import (
     SwapOutTensors,
 )
 from coserve.devices.messages.steps import RequestRows, StepBatch, StepResult, Update
-from coserve.devices.recording.command_count import CommandCount
 from coserve.memory.pages.allocator import PageAllocator
 from coserve.memory.pages.pack_pages import PackPages
 from coserve.simulate.modelled_device import ModelledDevice

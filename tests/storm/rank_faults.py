@@ -155,7 +155,7 @@ def _install(instructions: Instructions, rank: int) -> None:
 
 
 def _memory_errors() -> Any:
-    from coserve.devices.torch.out_of_memory import memory_errors
+    from coserve.devices.torch.process_memory import memory_errors
 
     return memory_errors()
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import asdict, replace
 
-from coserve.devices.base import Clock, Device
+from coserve.devices.base import Clock, CommandCount, Device
 from coserve.devices.messages.commands import (
     CloseGrammar,
     CloseRequest,
@@ -34,7 +34,6 @@ from coserve.devices.messages.jobs import (
 )
 from coserve.devices.messages.steps import PackSums, StepBatch, StepResult
 from coserve.devices.process.wire import Call, Done, Raised
-from coserve.devices.recording.command_count import CommandCount
 from coserve.devices.recording.device import ClockRead, leaves_a_trace, with_trace
 from coserve.errors import DataError
 

@@ -20,7 +20,7 @@ from coserve.adapters.base import Adapter
 from coserve.adapters.full_model import serve_full_model
 from coserve.adapters.held_parameters import held_elements
 from coserve.adapters.peft_directory import load_adapter, read_config, save_adapter
-from coserve.devices.base import Clock, WallClock
+from coserve.devices.base import Clock, CommandCount, WallClock
 from coserve.devices.counting import device_info
 from coserve.devices.messages.commands import (
     BESIDE_STEPS,
@@ -73,12 +73,11 @@ from coserve.devices.profiles.own_measurement import OwnMeasurement
 from coserve.devices.ranks.inverses import inverses_of
 from coserve.devices.ranks.report import describe_rank
 from coserve.devices.ranks.verdicts import check_alike, fail_on_all
-from coserve.devices.recording.command_count import CommandCount
 from coserve.devices.sides.dividing import sides_of
 from coserve.devices.torch.adapter_memory import AdapterMemory
 from coserve.devices.torch.copies import TorchCopy
 from coserve.devices.torch.other_models import OtherModels
-from coserve.devices.torch.out_of_memory import memory_errors
+from coserve.devices.torch.process_memory import memory_errors
 from coserve.devices.torch.requests import TorchRequests
 from coserve.devices.torch.step import TorchStep
 from coserve.devices.torch.trainer import TorchTrainer, open_trainer

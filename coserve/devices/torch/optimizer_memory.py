@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from coserve.devices.torch.out_of_memory import memory_errors
+from coserve.devices.torch.process_memory import memory_errors
 from coserve.errors import DeviceMemoryError
 from coserve.memory.tensors.activations import part_of
 from coserve.memory.tensors.host_pages import HostPages, shapes_of

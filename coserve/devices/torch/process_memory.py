@@ -1,11 +1,16 @@
-"""Size of a page pool that no setting gives, and memory that is used again."""
+"""Memory of this process: the size of a page pool that no setting gives, memory that is used again,
+and errors where there is none left.
+"""
 
 import ctypes
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+from coserve.errors import DeviceMemoryError
 
 # Shares of what is free: a GPU is the engine's own but for transient tensors; a computer's memory
 # is shared.
@@ -110,3 +115,18 @@ def _free_memory_bytes() -> int:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return max(free, _MIN_BYTES)
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise DeviceMemoryError in place of what PyTorch raises when memory runs out; other errors
+    pass.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise DeviceMemoryError(" ".join(str(error).split()) or "out of memory") from error
+    except RuntimeError as error:  # what PyTorch raises for CPUs
+        if "can't allocate memory" in str(error) or "not enough memory" in str(error):
+            raise DeviceMemoryError(" ".join(str(error).split())) from error
+        raise

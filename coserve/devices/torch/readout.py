@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from coserve.devices.torch.out_of_memory import memory_errors
+from coserve.devices.torch.process_memory import memory_errors
 from coserve.errors import DeviceMemoryError
 
 

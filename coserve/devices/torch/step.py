@@ -18,7 +18,7 @@ from coserve.devices.messages.steps import (
 from coserve.devices.ranks.verdicts import Failure, agree_on_end, check_alike, last_word, one_line
 from coserve.devices.sides.base import Sides
 from coserve.devices.torch.other_models import OtherModels
-from coserve.devices.torch.out_of_memory import memory_errors
+from coserve.devices.torch.process_memory import memory_errors
 from coserve.devices.torch.readout import Pending, Readout
 from coserve.devices.torch.requests import TorchRequests
 from coserve.devices.torch.requests_result import RequestsResult
