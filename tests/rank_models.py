@@ -1,4 +1,4 @@
-"""What the processes of a group of ranks do with a model in tests: functions of one rank."""
+"""Functions that the processes of a group of ranks run with a model in tests."""
 
 import itertools
 import os

@@ -1,5 +1,6 @@
-"""What the processes of a group of ranks do in tests: functions of one rank, which it can import by
-their names."""
+"""Functions that the processes of a group of ranks run in tests, which a rank can import by their
+names.
+"""
 
 import os
 import random
@@ -179,8 +180,9 @@ def call_different_kinds(group: RankGroup) -> str:
 
 
 def trace_sums(group: RankGroup, dtype: torch.dtype) -> list[bool]:
-    """Whether steps of calls that were written down, two sums among them, have the bits of the same
-    one by one."""
+    """Return whether steps of calls that were written down, two sums among them, have the bits of
+    the same one by one.
+    """
     backend, width = CpuBackend(torch.device("cpu")), 64
     calls = backend.trace(
         dtype, lambda trace: _two_sums(trace.backend, trace.group(group), trace.input("x", width))
@@ -277,7 +279,7 @@ def end_steps(group: RankGroup, number: int) -> list[Failure | None]:
 
 
 def wait_for_one_that_pauses(group: RankGroup, pause_s: float) -> float:
-    """How long a rank has waited in a sum that rank 0 begins later than the others."""
+    """Return how long a rank has waited in a sum that rank 0 begins later than the others."""
     group.barrier()
     before_s = group.waited_s
     if group.rank == 0:

@@ -46,11 +46,12 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[bool]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedJob:
-    """What a job has come to on one rank, or on the only one."""
+    """Result of a job on one rank, or on the only one."""
 
     before: dict[str, Tensor]
     """Its parameters at first, by name."""
     after: dict[str, Tensor]
+    """Its parameters at last, by name."""
     version: dict[str, Tensor]
     """The parameters of the adapter that is published at the end."""
     states: dict[str, AnyState]
@@ -58,6 +59,7 @@ class TrainedJob:
     sums: list[PackSums]
     """Of its packs."""
     norms: list[float | None]
+    """Gradient norms of its steps."""
 
 
 @cache

@@ -38,12 +38,16 @@ DECAY = re.compile(r"\.(in_proj_a|in_proj_ba|A_log|dt_bias)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a backward pass gives on one rank, or on the only one."""
+    """Result of a backward pass on one rank, or on the only one."""
 
     gradients: dict[str, Tensor]
+    """Gradients by parameter."""
     loss: float
+    """Sum of the losses."""
     logits: Tensor
+    """Logits of requests' rows with the adapter."""
     graphs: AdapterGraphs
+    """Graphs of the adapter."""
 
 
 def whole_backbone(name: str, kernels: str = "plain") -> Backbone:

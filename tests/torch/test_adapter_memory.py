@@ -1,5 +1,4 @@
-"""What an adapter would take of memory is known before it is taken, from the headers of its
-files."""
+"""Memory that an adapter would take is known before it is taken, from the headers of its files."""
 
 import json
 import struct
@@ -70,7 +69,7 @@ def huge(directory: Path) -> Path:
 
 @pytest.mark.long
 def test_a_rank_that_the_tensors_do_not_have_takes_no_memory(tmp_path):
-    """In a process of its own, whose memory is measured."""
+    """A process of its own measures its memory."""
     save_adapter(make_adapter(make_backbone("llama"), target_modules="all-linear"), tmp_path)
     edit_config(tmp_path, r=LARGE)
     code = f"""

@@ -96,7 +96,7 @@ def make_device(backbone: Backbone | None = None) -> TorchDevice:
 
 
 def settings(**changed: Any) -> DeviceSettings:
-    """Of the same device, for another process."""
+    """Return the settings of the same device, for another process."""
     backbone = make_backbone("llama")
     return DeviceSettings(
         model=str(model_directory("llama")),
@@ -450,7 +450,7 @@ def test_a_version_is_a_copy_and_a_checkpoint_continues_exactly(driver, tmp_path
 
 
 def test_a_result_that_nobody_took_is_never_the_next_steps(driver):
-    """Who waited was interrupted: the engine forgets that step, and so must the device."""
+    """The caller was interrupted: the engine forgets that step, and so must the device."""
     driver.open("r", greedy(1))
     forgotten = RequestRows("r", 0, prompt(5), driver.pages_for(11), samples=True)
     driver.device.submit(StepBatch(step=7, requests=(forgotten,)))
@@ -589,8 +589,8 @@ class Waits(TorchDispatchMode):
 
 
 def test_a_step_asks_the_device_for_nothing_before_its_end():
-    """What is computed on the device is read in `collect`; `submit` could run far ahead of a GPU.
-    On the plain kernels, as on a GPU: those for CPUs check what they are given.
+    """Numbers that are computed on the device are read in `collect`; `submit` could run far ahead
+    of a GPU. It runs on the plain kernels, as on a GPU: those for CPUs check their arguments.
     """
     driver = Driver(
         make_device(load_backbone(str(model_directory("llama")), dtype="float32", kernels="plain"))
@@ -644,7 +644,7 @@ def test_both_devices_tell_the_same_of_themselves(process_device):
 
 
 def test_a_step_in_another_process_leaves_this_one_free(process_device, tmp_path):
-    """Between submit and collect this process does what it likes, such as writing a checkpoint."""
+    """This process is free between submit and collect, to write a checkpoint, for example."""
     driver = Driver(process_device)
     opened = driver.open_trainer("job", CONFIG, adapter=LORA)
     driver.device.execute(TakeCheckpoint("job", "beside"))
@@ -760,7 +760,7 @@ def test_nobody_waits_for_a_device_that_talks_nonsense(monkeypatch, tmp_path):
 
 
 def test_a_frame_that_was_sent_in_part_is_the_last():
-    """What follows could not be told from the rest of it."""
+    """Later frames could not be told from the rest of it."""
     own, its = socket.socketpair()
 
     class Interrupted(socket.socket):
@@ -800,7 +800,7 @@ def test_batches_and_results_survive_the_wire():
 def decode(
     driver: Driver, request: str, tokens: list[int], number: int, new_pages: tuple[int, ...] = ()
 ) -> None:
-    """Its prompt, if it has run none, then this many tokens, each added to `tokens`."""
+    """Run a request's prompt, if none of it has run, then this many tokens, each added to `tokens`."""
     start = 0 if new_pages else len(tokens) - 1
     for place in range(number):
         rows = RequestRows(
@@ -816,8 +816,7 @@ def decode(
 
 
 def test_a_request_decodes_from_where_its_pages_have_moved_to_while_nothing_else_changes():
-    """What a device keeps of the same requests from step to step (page tables, say) knows of the
-    move."""
+    """Page tables that a device keeps of the same requests from step to step follow the move."""
     prompts = [random_tokens(11, seed).tolist() for seed in (1, 2)]
     driver = Driver(make_device())
     expected = driver.generate("alone", prompts[1], SamplingParams(temperature=0.0, max_tokens=7))

@@ -1,5 +1,4 @@
-"""What a rank keeps of each row of a pack between forward and backward, where ranks hold a model
-together."""
+"""Saved activations: what a rank keeps of each row of a pack between forward and backward."""
 
 from functools import partial
 from math import inf

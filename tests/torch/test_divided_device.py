@@ -106,7 +106,7 @@ def ends_after(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], bool]) -
 
 
 def norm_after(driver: Driver, result: StepResult, job: str) -> tuple[float, float | None]:
-    """Of a pack that is done: its loss, and the norm of its gradients."""
+    """Return the loss of a pack that is done, and the norm of its gradients."""
     return result.packs[job].loss, driver.step(updates=[Update(job, NUM_TRAINED, 1)]).norms[job]
 
 

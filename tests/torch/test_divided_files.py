@@ -1,5 +1,6 @@
-"""What ranks write together is what one rank writes, byte for byte, and any number of ranks reads
-it."""
+"""Files that ranks write together are those that one rank writes, byte for byte, and any number of
+ranks reads them.
+"""
 
 import errno
 import os
@@ -155,7 +156,7 @@ def test_embeddings_in_a_file_that_are_the_models_own_are_left_out(family, tmp_p
 
 @pytest.mark.parametrize("fault", ["nan", "infinite", "cut short", "misshapen"])
 def test_a_damaged_file_is_refused(tmp_path, fault):
-    """By the rank that reads what is wrong; a command that one rank refuses fails for all."""
+    """The rank that reads it refuses; a command that one rank refuses fails for all."""
     whole, config = whole_backbone("qwen2"), LoraConfig(r=4, target_modules=("q_proj",))
     save_adapter(Adapter(whole, config, masters=random_masters(whole, config)), tmp_path)
     path = tmp_path / WEIGHTS_FILE
@@ -403,7 +404,7 @@ def test_files_have_no_names_before_all_ranks_have_written_them(tmp_path):
 
 
 def test_a_rank_that_fails_leaves_no_file(tmp_path, monkeypatch):
-    """Those of an adapter that was there before stay as they were."""
+    """Files of an adapter that was there before stay as they were."""
     whole, config = whole_backbone("qwen2"), LoraConfig(r=4, target_modules="all-linear")
     masters = random_masters(whole, config)
     before = written_by(2, whole, config, masters, tmp_path / "there")
@@ -433,7 +434,7 @@ def test_a_rank_that_fails_leaves_no_file(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("dies_after", [0, 3, 12])
 def test_a_rank_that_is_killed_leaves_nothing_that_looks_whole(dies_after, tmp_path):
-    """What it leaves has other names, and is gone once the adapter is written again."""
+    """Leftover files have other names, and are gone once the adapter is written again."""
     model, target = str(model_directory("qwen2")), tmp_path / "adapter"
 
     def write():

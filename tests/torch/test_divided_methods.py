@@ -169,8 +169,7 @@ def test_a_bottleneck_reads_the_heads_that_several_ranks_have_once(site):
     ("family", "module"), [("phi3", "qkv_proj"), ("falcon-new-one-norm", "query_key_value")]
 )
 def test_a_lora_at_a_fused_projection_trains_its_copied_rows_once(family, module):
-    """Of B's rows those of query heads are on a rank each, those of key heads on two, which add
-    up."""
+    """B's rows of query heads are on a rank each, those of key heads on two, which add up."""
     found = check(family, LoraConfig(r=4, target_modules=(module,)), 4)
     cut = [
         name
@@ -188,8 +187,9 @@ def test_a_bias_of_a_row_cut_site_is_the_first_ranks():
 
 
 def test_parameters_that_embeddings_and_head_share_are_divided():
-    """From the head each rank has a part of the gradient, from the embeddings all of it, which
-    counts once."""
+    """Each rank has a part of the gradient from the head, and all of it from the embeddings, which
+    counts once.
+    """
     config = LoraConfig(r=4, target_modules=("q_proj",), trainable_token_indices=(3, 5))
     found = check("llama-biases-tied", config)
     owner = "model.embed_tokens.token_adapter.trainable_tokens_delta"
@@ -314,7 +314,7 @@ def test_prompts_begin_with_rows_of_the_whole_table(family):
 
 
 def test_doras_norms_are_added_up_in_one_order():
-    """On one rank they have the bits that they had before there were ranks."""
+    """One rank's norms have the bits that they had before there were ranks."""
     config = LoraConfig(r=4, use_dora=True, target_modules=("o_proj",))
     adapter = Adapter(whole_backbone("qwen2"), config, seed=5)
     site = adapter.at["model.layers.0.self_attn.o_proj"]

@@ -1,4 +1,4 @@
-"""When the default policy divides the device, and that deadlines are held there, too."""
+"""Plans of the default policy that divide the device, where deadlines are held, too."""
 
 from dataclasses import replace
 from functools import cache
@@ -121,8 +121,9 @@ def test_otherwise_one_follows_the_other(seen, speeds):
 
 
 def test_where_the_best_partition_is_too_slow_for_requests_the_best_of_the_others_is_taken():
-    """Of four units: two and two get most done, but leave the forward pass too little for a request
-    without a bank."""
+    """Two and two of four units get most done, but leave the forward pass too little for a request
+    without a bank.
+    """
     shares = [
         Share(units=n, rows=(1,), forward=(f,), backward=(b,))
         for n, f, b in ((1, 0.3, 0.4), (2, 0.6, 0.8), (3, 0.9, 0.9))
@@ -155,8 +156,9 @@ def test_what_steps_were_slower_at_is_not_chosen_again():
 
 
 def due_beside_jobs_s(request: RequestProgress) -> float:
-    """Until when jobs may keep it waiting: so that a reserve is left, or for a token at the pace of
-    its SLO."""
+    """Return until when jobs may keep a request waiting: a reserve is left, or time for a token at
+    the pace of its SLO.
+    """
     reserved_s = due_at_s(
         request, max_gap_tpots=SLACK.max_gap_tpots, reserve_tpots=SLACK.reserve_tpots
     )
@@ -168,7 +170,7 @@ def due_beside_jobs_s(request: RequestProgress) -> float:
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_deadlines_are_held_and_units_are_not_given_twice(rng: Random):
-    """With any speeds, requests and jobs."""
+    """Speeds, requests and jobs are any."""
     latency = make_latency(
         rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0), margin=rng.choice([0.02, 0.1, 0.5])
     )

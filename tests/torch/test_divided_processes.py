@@ -47,7 +47,7 @@ def test_traced_blocks_of_ranks_in_16_bits_are_as_exact_as_those_of_one_rank():
     [("lora", 200), ("dora", 3), ("pissa", 3), ("p-tuning", 3), ("diff-pruning", 3)],
 )
 def test_jobs_of_processes_train_as_those_of_one(case, num_steps):
-    """What both hold has the same bits on both, which putting it together checks."""
+    """Parameters that both hold have the same bits on both, which putting them together checks."""
     directory, config = str(model_directory("qwen2")), config_of(case)
     alone = train_directory(SingleRank(), directory, config, num_steps)
     found = run_processes(2, train_directory, directory, config, num_steps)

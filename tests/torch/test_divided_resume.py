@@ -107,7 +107,7 @@ def whole_parameters(jobs, like):
 
 @pytest.mark.parametrize("method", long_but(*SHORT, of=METHODS))
 def test_a_job_of_ranks_resumes_on_any_other_number_of_them(method, tmp_path):
-    """What each resumes with is equal, bit for bit, and so is what it would write again."""
+    """Each number of ranks resumes with the same bits, and would write the same bits again."""
     config, family = METHODS[method]
     whole = whole_backbone(family)
 

@@ -1,5 +1,6 @@
-"""What ranks write of a job's training, its optimizer's state and its contributions, is what one
-rank writes of it."""
+"""Files of a job's training on ranks, its optimizer's state and its contributions, are those of one
+rank.
+"""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ def compiler() -> GrammarCompiler:
 
 
 def follows(grammar: Grammar, text: str) -> bool:
-    """Whether a text is one of the grammar's, byte by byte."""
+    """Return whether a text is one of the grammar's, byte by byte."""
     matcher = compiler().compile(grammar)
     return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 

@@ -1,5 +1,6 @@
-"""How a device of several ranks ends: all together, whichever of them dies, stands still or cannot
-start."""
+"""Ends of a device of several ranks: all together, whichever of them dies, stands still or cannot
+start.
+"""
 
 import os
 import signal
@@ -45,7 +46,7 @@ def test_a_group_that_cannot_start_says_why(tmp_path):
 
 
 def test_ranks_that_are_programs_say_why_they_cannot_start():
-    """As those of an engine without a server."""
+    """An engine without a server has such ranks."""
     with pytest.raises(
         BudgetError, match=r"^the page pool needs [0-9]+ bytes or more, for two pages$"
     ):
@@ -90,7 +91,7 @@ def test_ranks_end_together_and_nobody_waits_for_them(tmp_path, killed, is_in_st
     [(CountCommands(), "come within 1 s"), (DescribeRanks(), "answer within 1 s of another")],
 )
 def test_a_rank_that_stands_still_ends_the_group(tmp_path, command, did_not):
-    """Also where no other rank waits for it, as in what is done beside steps."""
+    """It does so even where no other rank waits for it, as in what is done beside steps."""
     device = failing_group(tmp_path, 2, rank_timeout_s=1.0)
     assert generates_as_one_process(Driver(device))
     os.kill(device.pids[1], signal.SIGSTOP)

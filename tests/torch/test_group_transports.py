@@ -136,7 +136,7 @@ def test_an_error_within_a_step_of_one_rank_is_that_of_all(driver: Driver, rank:
 def test_ranks_that_cannot_meet_again_end_with_an_error_that_names_the_first(
     tmp_path: Path, rank: int
 ):
-    """As after a collective of GPUs that one of them has not launched."""
+    """A collective of GPUs that one of them has not launched ends so."""
     before = f"""
 from coserve.kernels.groups.torch_distributed import TorchGroup
 

@@ -1,4 +1,6 @@
-"""What ranks take back, and what they do beside steps: where one of them fails, or is busy."""
+"""Commands that ranks take back, and those that they do beside steps, where one of them fails or is
+busy.
+"""
 
 import os
 import signal

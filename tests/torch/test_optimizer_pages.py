@@ -84,7 +84,7 @@ def assert_same(engine: Engine, undisturbed: dict[str, torch.Tensor], directory:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
-    """Of a job whose moments lay beside the pool."""
+    """Return the result of a job whose moments lay beside the pool."""
     engine = make_engine(num_pages=SMALL, deterministic=True)
     submit(engine)
     run(engine)

@@ -170,8 +170,9 @@ class AtOnce(Executor):
 
 @pytest.mark.long
 def test_a_model_three_times_larger_than_the_pool_is_trained_beside_requests(monkeypatch, tmp_path):
-    """By any plan: tiny pieces, packs dropped, requests preempted. The same ones however fast the
-    disk is."""
+    """Plans are any: tiny pieces, packs dropped, requests preempted; the same ones however fast the
+    disk is.
+    """
     monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)
     engine, rng = other_engine(num_pages=1750), Random(0)
     assert num_weight_bytes() > 3 * engine.pool.num_pages * engine.pool.page_bytes
@@ -265,7 +266,7 @@ def test_requests_have_the_whole_device_while_a_job_of_harlis_starves(monkeypatc
 
 
 def test_it_is_told_within_which_time_weights_make_room_for_requests():
-    """And packs begin only beside what requests take meanwhile (`MemoryPlan.begin_packs`)."""
+    """Packs begin only beside what requests take meanwhile (`MemoryPlan.begin_packs`)."""
     engine, seen = other_engine(num_pages=1750), [0.0]
     policy = engine.policy
 
@@ -291,7 +292,7 @@ def test_it_is_told_within_which_time_weights_make_room_for_requests():
 
 
 def test_steps_stop_at_their_time_limit(monkeypatch):
-    """Between two tasklets, whatever there is left to do."""
+    """They stop between two tasklets, whatever there is left to do."""
     monkeypatch.setattr(weight_window, "ThreadPoolExecutor", AtOnce)
     engine = other_engine(num_pages=1750)
     engine.submit(examples_of(LENGTHS), CONFIG, adapter=LORA, name="mine", model="big")

@@ -80,8 +80,8 @@ def test_the_state_of_the_code_is_that_of_what_is_measured(tmp_path, monkeypatch
 
 
 class NoisyClock:
-    """What lies between two readings takes 80 ms, but often several times as long: first touches,
-    other processes, for seconds on end.
+    """Clock by which work between two readings takes 80 ms, but often several times as long: first
+    touches, other processes, for seconds on end.
     """
 
     def __init__(self, seed: int) -> None:
@@ -101,8 +101,9 @@ class NoisyClock:
 
 
 def test_three_noisy_first_starts_find_the_same_default():
-    """Of the decode step, by which the default TPOT is set: 114, 184 and 1,140 ms were found for
-    the same 47 ms."""
+    """The decode step sets the default TPOT: 114, 184 and 1,140 ms were measured for the same 47
+    ms.
+    """
     backbone = make_backbone("llama")
     found = []
     for seed in range(3):
@@ -117,7 +118,9 @@ def test_three_noisy_first_starts_find_the_same_default():
 
 
 class BusyClock:
-    """What lies between two readings takes 80 ms; after some readings, by number, twice as long."""
+    """Clock by which work between two readings takes 80 ms; after some readings, by number, twice
+    as long.
+    """
 
     def __init__(self, busy: range = range(0)) -> None:
         self._busy, self._now_s, self.num_readings = busy, 0.0, 0

@@ -1,4 +1,4 @@
-"""What ranks do with the gradients of an optimizer step."""
+"""Gradients of an optimizer step on ranks."""
 
 import torch
 from torch import Tensor

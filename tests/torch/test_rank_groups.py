@@ -1,4 +1,4 @@
-"""What every group of ranks does, and groups whose ranks are threads."""
+"""Collectives that every group of ranks has, and groups whose ranks are threads."""
 
 import pytest
 import torch

@@ -110,7 +110,7 @@ def test_a_rank_reads_its_share_of_the_files(name, monkeypatch):
 
 
 def test_a_drawn_model_is_in_memory_tensor_by_tensor(monkeypatch):
-    """Of each whole tensor nothing is left when the next is drawn."""
+    """A whole tensor is gone when the next one is drawn."""
     drawn, num_alive = list[weakref.ref[torch.Tensor]](), list[int]()
     real = WeightStorage.made
 

@@ -1,4 +1,4 @@
-"""What `experiments/rank_model.py` makes of its measurements."""
+"""The model of ranks' speed that `experiments/rank_model.py` makes of its measurements."""
 
 import pytest
 

@@ -116,7 +116,7 @@ def test_rank_rms_norm_of_16_bit_rows_rounds_as_rms_norm_does():
 @pytest.mark.parametrize("vocabulary", [8, 9, 13])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_rank_linear_cross_entropy_is_that_of_the_whole_vocabulary(vocabulary, has_bias):
-    """With 9 tokens, the last of four ranks has none."""
+    """The last of four ranks has none of 9 tokens."""
     cut = even_cut(vocabulary, SIZE, padded=True)
     x, weight, bias = torch.randn(N, 6), torch.randn(vocabulary, 6), torch.randn(vocabulary)
     targets = torch.tensor([0, vocabulary - 1, 3, 2, 5])

@@ -59,7 +59,7 @@ def decode(backbone: Backbone, path: Path, data: bytes = b"") -> torch.Tensor:
     "name", long_but("llama", "falcon-old", of=["llama", "falcon-old", "gpt2"])
 )
 def test_a_prompt_of_some_ranks_is_decoded_on_others(name, sizes, tmp_path):
-    """With four ranks the two key heads of a Llama are on two ranks each."""
+    """Each of the two key heads of a Llama is on two of four ranks."""
     whole, path, (before, after) = whole_backbone(name), tmp_path / "pages", sizes
     path.write_bytes(bytes(3 * whole_page_bytes(whole, BLOCK)))
     alone = PagedKv(whole, num_pages=6, block_tokens=BLOCK)

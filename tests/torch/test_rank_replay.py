@@ -69,8 +69,9 @@ def test_a_recording_of_two_ranks_is_run_again_on_one(tmp_path):
 
 
 def test_ranks_that_hold_copies_of_heads_need_more_than_one_rank_has(tmp_path):
-    """Of four ranks two hold the same key head each, so that their pages together are twice as
-    large as one rank's."""
+    """Two of four ranks hold the same key head each, so that their pages together are twice as
+    large as one rank's.
+    """
     recording_of(4, tmp_path / "file").device.close()
     with pytest.raises(
         DataError, match=r"page_bytes .* on each of 4 ranks; this one has .* on each of 1"

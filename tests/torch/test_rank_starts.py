@@ -209,7 +209,7 @@ def test_a_rank_needs_memory_for_its_pieces_of_a_model_that_is_trained_whole():
 
 
 def test_a_rank_needs_memory_for_its_pieces_of_an_adapter():
-    """Not for the whole of it: of a LoRA at all linear layers about half is cut."""
+    """The whole adapter would need more: about half of a LoRA at all linear layers is cut."""
     whole, config = whole_backbone("llama"), LoraConfig(r=4, target_modules="all-linear")
     layout = config.sizes(whole.architecture)
 

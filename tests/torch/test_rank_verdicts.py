@@ -62,8 +62,9 @@ def fail_at(group: RankGroup, number: int, error: Exception) -> Counter[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_running_out_of_memory_on_one_rank_anywhere_is_the_failure_of_the_step_on_all(rank):
-    """Before the k-th collective of a step; the engine continues, with the same tokens as if
-    nothing had happened."""
+    """Memory runs out before the k-th collective of a step; the engine continues, with the same
+    tokens as if nothing had happened.
+    """
     expected = expected_tokens(prompts_of((6,))[0], 5)
     number = 0
     while True:
@@ -183,7 +184,9 @@ def test_the_clock_of_rank_0_says_when_tasklets_end(monkeypatch, fast_rank, num_
 
 
 def test_a_rank_that_has_no_memory_for_an_adapter_has_it_refused_on_all(monkeypatch):
-    """At whichever of its checks; nothing is left of it, and the next one is loaded."""
+    """Memory runs out at any of its checks; nothing is left of the adapter, and the next one is
+    loaded.
+    """
     real, num_checks, number = vars(adapter_memory)["available_bytes"], 0, 0
 
     def available_bytes(device: torch.device) -> int:
@@ -226,8 +229,9 @@ def test_ranks_that_are_given_different_steps_notice(monkeypatch):
 
 @IMPLEMENTATIONS
 def test_processes_agree_on_how_steps_end(is_plain):
-    """Of 200 ends, some with failures of some ranks, before or after others have come; sums between
-    them are right."""
+    """Some of 200 ends have failures of some ranks, before or after others have come; sums between
+    them are right.
+    """
     found = run_processes(
         3, end_steps, 200, is_plain=is_plain, environment={"COSERVE_RANK_CHECK": "1"}
     )

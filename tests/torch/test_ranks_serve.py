@@ -115,11 +115,14 @@ JOBS = (
 
 @dataclass
 class Served:
-    """What came of an engine's work: chunks by sequence, and what steps of jobs said."""
+    """Result of an engine's work."""
 
     engine: Engine
+    """The engine."""
     chunks: dict[tuple[str, int], list[Chunk]] = field(default_factory=dict)
+    """Chunks by sequence."""
     steps: dict[str, list[JobEvent]] = field(default_factory=dict)
+    """Events of optimizer steps by job."""
 
     def take(self, events: Sequence[Event]) -> None:
         for event in events:

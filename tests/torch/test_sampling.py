@@ -25,7 +25,7 @@ BACKENDS = [PlainBackend(DEVICE)] + [find_backend(DEVICE)] * (
 
 @pytest.fixture(autouse=True, params=BACKENDS, ids=lambda backend: backend.identity)
 def backend(request, monkeypatch):
-    """What `sample` works with."""
+    """Return the kernels that `sample` runs on."""
     monkeypatch.setattr("coserve.devices.torch.sampling.PlainBackend", lambda device: request.param)
     return request.param
 
@@ -42,7 +42,7 @@ def counts(prompt: list[int], output: list[int]) -> TokenCounts:
 
 
 def distribution(logits: torch.Tensor, draws: int = 5_000, **params) -> torch.Tensor:
-    """How often each token comes, over many seeds."""
+    """Return how often each token comes, over many seeds."""
     rows = [SamplingRow(params=SamplingParams(**params), seed=seed) for seed in range(draws)]
     tokens = sample(logits.expand(draws, -1), rows).tokens
     return torch.bincount(tokens, minlength=VOCAB) / draws
@@ -141,8 +141,9 @@ def test_top_p_of_flat_and_peaked_rows_is_what_sorting_gives(monkeypatch, spread
 @pytest.mark.parametrize("spread", [0.3, 3])
 @pytest.mark.parametrize("num_threads", long_but(3, of=[1, 3]))
 def test_every_backend_draws_the_same_tokens(backend, spread, num_threads):
-    """Of a large vocabulary, in full and in half precision; a row's draw is that of the row
-    alone."""
+    """The vocabulary is large, in full and in half precision; a row's draw is that of the row
+    alone.
+    """
     scores = rnd(12, 50_021) * spread
     scores[6:] = scores[6:].bfloat16()
     scores[3, ::2] = float("-inf")
