@@ -800,7 +800,7 @@ def test_batches_and_results_survive_the_wire():
 def decode(
     driver: Driver, request: str, tokens: list[int], number: int, new_pages: tuple[int, ...] = ()
 ) -> None:
-    """Run a request's prompt, if none of it has run, then this many tokens, each added to `tokens`."""
+    """Run a request's prompt, if none of it has run, then this many tokens."""
     start = 0 if new_pages else len(tokens) - 1
     for place in range(number):
         rows = RequestRows(
