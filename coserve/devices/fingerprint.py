@@ -49,13 +49,10 @@ def fingerprint(backbone: Backbone) -> str:
     if group.size > 1:
         gathered = group.all_gather_on_hosts(torch.cat([_as_bytes(each) for each in own]))
         sizes = [each.nbytes for each in own]
-        everywhere = [
-            [
-                part.view(like.dtype).view(like.shape)
-                for part, like in zip(torch.split(rank, sizes), own, strict=True)
-            ]
-            for rank in gathered
-        ]
+        everywhere = []
+        for of_rank in gathered:
+            parts = zip(torch.split(of_rank, sizes), own, strict=True)
+            everywhere.append([part.view(like.dtype).view(like.shape) for part, like in parts])
     for number, each in enumerate(held):
         some = _combined(each, [samples[number] for samples in everywhere])
         digest.update(repr((each.shape, each.tensor.dtype)).encode())

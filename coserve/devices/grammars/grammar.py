@@ -176,14 +176,11 @@ class Grammar:
                 f"trigger_{place}[lazy]: TEXT {_quoted(trigger)}",
                 f"part_{place}: trigger_{place} ({' | '.join(ways)})",
             ]
-        if left := [
-            tag.begin
-            for tag in tags
-            if not any(tag.begin.startswith(trigger) for trigger in triggers)
-        ]:
-            raise ValueError(
-                f"grammar has a tag that begins with {left[0]!r}, and no trigger for it"
-            )
+        for tag in tags:
+            if not tag.begin.startswith(tuple(triggers)):
+                raise ValueError(
+                    f"grammar has a tag that begins with {tag.begin!r}, and no trigger for it"
+                )
         whole = [f"start: ({' | '.join(start)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
         return cls(kind="lark", text="\n".join(whole))
 
@@ -245,12 +242,12 @@ def _depth(value: Any) -> int:
     """
     depth, level = 0, [value]
     while level and depth <= _MAX_DEPTH:
-        level = [
-            inner
-            for each in level
-            for inner in (
-                each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-            )
-        ]
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                below += part.values()
+            elif isinstance(part, list):
+                below += part
+        level = below
         depth += 1
     return depth

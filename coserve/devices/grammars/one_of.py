@@ -323,11 +323,11 @@ def _bounds_exclude(kind: str, one: _Schema, other: _Schema) -> bool:
     if kind in ("integer", "number"):
         (lowest, highest), (low, high) = _range(one), _range(other)
         return highest < low or high < lowest
-    return any(
-        _number(first.get(most), float("inf")) < _number(second.get(least), 0)
-        for least, most in _BOUNDS.get(kind, ())
-        for first, second in ((one, other), (other, one))
-    )
+    for least, most in _BOUNDS.get(kind, ()):
+        for first, second in ((one, other), (other, one)):
+            if _number(first.get(most), float("inf")) < _number(second.get(least), 0):
+                return True
+    return False
 
 
 def _range(schema: _Schema) -> tuple[float, float]:

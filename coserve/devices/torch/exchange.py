@@ -118,10 +118,8 @@ class TorchExchange:
         means: dict[str, Tensor] = {}
         if meets:
             last = contributions[-self._shard.count :]  # one of each node
-            means = {
-                name: torch.stack([each[name] for each in last]).mean(0)
-                for name in optimizer.moments
-            }
+            for name in optimizer.moments:
+                means[name] = torch.stack([each[name] for each in last]).mean(0)
         for name, tensor in self._trained.items():
             tensor.copy_(base[name])
         for name, mean in means.items():
