@@ -47,9 +47,9 @@ class TokenCounters:
         self._last_left: str | None = None
 
     def arrive(self, tenant: str, item: Hashable) -> None:
-        """Note that a request or a job of a tenant has joined the queue; no effect if it is there.
+        """Add a request or a job to its tenant's queue; no effect if it is there.
 
-        If nothing of the tenant was there, its counter is lifted.
+        If the queue was empty, the tenant's counter is lifted.
         """
         served = self._served.setdefault(tenant, 0.0)
         if not self._queued.get(tenant):
@@ -62,9 +62,8 @@ class TokenCounters:
         self._queued.setdefault(tenant, set()).add(item)
 
     def leave(self, tenant: str, item: Hashable) -> None:
-        """Note that a request has left the queue (it was admitted, or has ended), or a job (it has
-        ended, or was paused); no effect if it is not there, so that a caller that was interrupted
-        can call again.
+        """Remove an admitted or ended request, or an ended or paused job, from its tenant's queue;
+        no effect if it is not there, so that a caller that was interrupted can call again.
         """
         items = self._queued.get(tenant)
         if items is None:
