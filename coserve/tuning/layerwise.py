@@ -3,9 +3,9 @@ all as tasklets.
 
 Rows of other work go through other weights, so batching gains nothing. Part by part, each part is
 needed twice in a pack, however many rows the plan's pieces have; so weights that pass through a
-window (`coserve.memory.tensors.weight_window`) are loaded twice at most. As in HARLI section 6, the unit
-that a scheduler sees is a part of the model, forward or backward; it is cut by rows, as tasklets
-are (FlexLLM section 6.1).
+window (`coserve.memory.tensors.weight_window`) are loaded twice at most. As in HARLI section 6, the
+unit that a scheduler sees is a part of the model, forward or backward; it is cut by rows, as
+tasklets are (FlexLLM section 6.1).
 """
 
 from math import ceil
