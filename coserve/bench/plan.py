@@ -25,7 +25,7 @@ from coserve.bench.cells import (
 from coserve.bench.places import ModelledPlace
 from coserve.scheduling.policies import DEFAULT_POLICY
 from coserve.scheduling.slo import DEFAULT_TPOT_STEPS, Slo
-from coserve.workloads.arrivals import Lengths, poisson
+from coserve.workloads.arrivals import LengthSource, poisson
 from coserve.workloads.traces import TracedRequest, rescale, scale_lengths
 
 _HOUR_S = 3600.0
@@ -157,7 +157,7 @@ def hours_of_trace(trace: Sequence[TracedRequest], rate: float | None = None) ->
 
 
 def hours_of_day(
-    requests: Sequence[int], *, rate: float, sample_s: float, lengths: Lengths, seed: int
+    requests: Sequence[int], *, rate: float, sample_s: float, lengths: LengthSource, seed: int
 ) -> list[Hour]:
     """Return a day of which only the number of requests of each hour is known, with Poisson
     arrivals.

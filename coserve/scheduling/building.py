@@ -290,7 +290,7 @@ class PlanBuilder:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks[job.id])
             elif self._time.partition is None or job.phase == "backward":
-                # A job that was served more waits at the loss for those of its hybrid task that were
+                # A job that was served more waits at the loss for jobs of its hybrid task that were
                 # served less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue

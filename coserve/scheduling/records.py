@@ -31,7 +31,7 @@ _MIN_SHARE = 0.1
 _MANY = 1024, 2048
 
 
-class Work(NamedTuple):
+class PieceWork(NamedTuple):
     """Work of a piece, in seconds at the device's rates."""
 
     fixed_s: float
@@ -66,18 +66,18 @@ class LinearModel:
     """
 
     weights: list[float] = field(default_factory=lambda: [0.0, 1.0, 1.0, 1.0])
-    """Weights of the fields of `Work`."""
+    """Weights of the fields of `PieceWork`."""
     _inverse: list[list[float]] = field(
         default_factory=lambda: [
             [_UNSURE if row == column else 0.0 for column in range(4)] for row in range(4)
         ]
     )
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: PieceWork) -> float:
         found = sum([weight * each for weight, each in zip(self.weights, work, strict=True)])
         return max(found, _MIN_SHARE * max(work))
 
-    def learn(self, work: Work, seconds: float) -> None:
+    def learn(self, work: PieceWork, seconds: float) -> None:
         """Learn the time of a piece. The error that counts is a share of it."""
         x = [each / seconds for each in work]
         px = [sum([p * each for p, each in zip(row, x, strict=True)]) for row in self._inverse]
@@ -103,7 +103,7 @@ class LatencyRecords:
     num_recorded: int = 0
     """Number of records so far."""
 
-    def seconds(self, adapters: Hashable, key: Key, work: Callable[[], Work]) -> float:
+    def seconds(self, adapters: Hashable, key: Key, work: Callable[[], PieceWork]) -> float:
         """Return the recorded seconds, or what the model of this kind predicts; only that calls
         `work`.
         """
@@ -117,7 +117,7 @@ class LatencyRecords:
         found = self.records.get(adapters, {}).get(key)
         return found[0] if found is not None and self.num_recorded - found[1] < _OLD else None
 
-    def record(self, adapters: Hashable, key: Key, work: Work, seconds: float) -> None:
+    def record(self, adapters: Hashable, key: Key, work: PieceWork, seconds: float) -> None:
         """Record the time of a piece."""
         if seconds <= 0:
             return
@@ -148,7 +148,7 @@ class LatencyRecords:
         )
 
 
-def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
+def forward_work(load: ForwardLoad, latency: LatencyModel) -> PieceWork:
     """Return the work of a forward pass."""
     p = latency.profile
     fixed_s, row_s = _apart(p.forward, p.sums)
@@ -156,16 +156,16 @@ def forward_work(load: ForwardLoad, latency: LatencyModel) -> Work:
         load.rows * row_s + load.pairs * p.s_per_pair + load.window_rows * p.s_per_window_row
     )
     memory_s = fixed_s + p.head.at(load.sampled) + load.keys * p.s_per_key
-    return Work(fixed_s, computation_s, p.sums.at(load.rows), memory_s)
+    return PieceWork(fixed_s, computation_s, p.sums.at(load.rows), memory_s)
 
 
-def tasklet_work(job: JobProgress, rows: int, latency: LatencyModel) -> Work:
+def tasklet_work(job: JobProgress, rows: int, latency: LatencyModel) -> PieceWork:
     """Return the work of a backward tasklet."""
     p = latency.profile
     fixed_s, row_s = _apart(p.backward, p.backward_sums)
     pairs = rows * job.mean_context_len
     computation_s = rows * row_s * latency.backward_weight(job) + pairs * p.backward_s_per_pair
-    return Work(fixed_s, computation_s, p.backward_sums.at(rows), fixed_s)
+    return PieceWork(fixed_s, computation_s, p.backward_sums.at(rows), fixed_s)
 
 
 def _apart(curve: Curve, sums: Curve) -> tuple[float, float]:

@@ -72,7 +72,7 @@ from coserve.scheduling.latency import LatencyModel
 from coserve.scheduling.plan import RequestInfo, RequestProgress
 from coserve.scheduling.profile import Profile
 from coserve.simulate.modelled_trainer import ModelledTrainer
-from coserve.simulate.step_timer import StepTimer
+from coserve.simulate.step_timer import ModelledStepTimer
 from coserve.simulate.virtual_clock import VirtualClock
 from coserve.tuning.programs import evaluation_programs, training_programs
 
@@ -127,7 +127,7 @@ class ModelledDevice:
         self._versions: dict[str, AdapterConfig] = {}
         self._num_bypasses: dict[str, int] = {}
         self._trainers: dict[str, ModelledTrainer] = {}
-        self._timer = StepTimer(
+        self._timer = ModelledStepTimer(
             self._latency, self._trainers, self._progress_of, noise=noise, seed=seed
         )
         self._copy_s = 0.0  # of copies that no step has waited for yet

@@ -61,7 +61,7 @@ class _Work:
             self.beside_s = end_s
 
 
-class StepTimer:
+class ModelledStepTimer:
     """The times of steps on one device."""
 
     def __init__(

@@ -26,7 +26,7 @@ from coserve.tuning.captured_backward import CapturedBackward
 from coserve.tuning.captured_forward import CapturedForward
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.tasklet import BackwardWindow
-from coserve.tuning.window_rooms import RoomSize, WindowRoom, WindowRows, size_for
+from coserve.tuning.window_rooms import RoomSize, WindowInputs, WindowRoom, size_for
 
 # A call is captured when it is asked for as often as this: it takes some times what it saves once.
 _CAPTURED_AT = 2
@@ -88,7 +88,7 @@ class CapturedWindows:
             return None
         return cls(adapter, bypasses)
 
-    def fit(self, window: WindowRows) -> bool:
+    def fit(self, window: WindowInputs) -> bool:
         """Return whether there may be calls for a window."""
         return size_for(window) is not None
 
@@ -96,7 +96,7 @@ class CapturedWindows:
 
     def forward(
         self,
-        window: WindowRows,
+        window: WindowInputs,
         programs: Mapping[Part, Program],
         pack: PassMemory,
         embed: Callable[[], Tensor],
@@ -131,7 +131,7 @@ class CapturedWindows:
 
     # -- backward ---------------------------------------------------------------
 
-    def backward(self, window: WindowRows, given: BackwardWindow, pack: PassMemory) -> bool:
+    def backward(self, window: WindowInputs, given: BackwardWindow, pack: PassMemory) -> bool:
         """Reverse a window's rows in a block; False where they must run as always."""
         if (size := size_for(window)) is None or given.attention is None:
             return False

@@ -16,7 +16,7 @@ from coserve.tuning.objective import chunk_rows, loss_and_gradient
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
-from coserve.tuning.window_rooms import WindowRows
+from coserve.tuning.window_rooms import WindowInputs
 
 
 class JoiningPass(Protocol):
@@ -43,7 +43,7 @@ class JoiningPass(Protocol):
     def begin(self, tasklet: Tasklet) -> None:
         """Record that a tasklet with the next window is under way."""
 
-    def window_rows(self, start: int, end: int) -> WindowRows:
+    def window_rows(self, start: int, end: int) -> WindowInputs:
         """Return rows [start, end) for captured calls."""
 
     def next_loss_rows(self, max_rows: int) -> Tensor:

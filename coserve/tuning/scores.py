@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coserve.kernels.transfer import on_device
-from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows
+from coserve.tuning.objectives.base import Objective, PackLoss, ScoredRows
 from coserve.tuning.pack import UNTRAINED, Pack
 
 
@@ -49,7 +49,7 @@ class PackScores:
         )
         self._values = values if extras.values else None
         self._labels = labels if extras.labels else None
-        self.outcome: Outcome | None = None
+        self.outcome: PackLoss | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -38,7 +38,7 @@ from coserve.tuning.programs import TrainingPrograms
 from coserve.tuning.scores import PackScores
 from coserve.tuning.sums import zeros_like_all
 from coserve.tuning.tasklet import BackwardWindow, Tasklet
-from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, WindowRows
+from coserve.tuning.window_rooms import DROPOUT_ROW_IDS, WindowInputs
 
 
 class TrainingPass:
@@ -100,7 +100,7 @@ class TrainingPass:
         )
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
-        self.captured, self._window_rows = captured, dict[tuple[int, int], WindowRows]()
+        self.captured, self._window_rows = captured, dict[tuple[int, int], WindowInputs]()
         ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows))
         trained = (pack.targets != UNTRAINED).nonzero()[:, 0]
         rows = torch.stack((pack.tokens, pack.positions, pack.targets, ids))
@@ -348,11 +348,11 @@ class TrainingPass:
             self._attention_batches[start, end] = batch
         return self._attention_batches[start, end]
 
-    def window_rows(self, start: int, end: int) -> WindowRows:
+    def window_rows(self, start: int, end: int) -> WindowInputs:
         """Return rows [start, end) for captured calls; the same object for all blocks."""
         if (start, end) not in self._window_rows:
             rows = slice(start, end)
-            self._window_rows[start, end] = WindowRows(
+            self._window_rows[start, end] = WindowInputs(
                 tokens=self._tokens[rows],
                 positions=self._positions[rows],
                 dropout_row_ids=self._dropout_row_ids[rows],

@@ -34,7 +34,7 @@ DROPOUT_ROW_IDS = "dropout_row_ids"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WindowRows:
+class WindowInputs:
     """The inputs of a window of a pack: n rows."""
 
     tokens: Tensor
@@ -95,7 +95,7 @@ class RoomSize:
     """Maximum number of segments."""
 
 
-def size_for(window: WindowRows) -> RoomSize | None:
+def size_for(window: WindowInputs) -> RoomSize | None:
     """Return the size of the room for a window; None if it is too large."""
     rows = next((most for most in _ROWS if window.num_rows <= most), None)
     keys = next((most for most in _KEYS if window.pack_rows <= most), None)
@@ -151,9 +151,9 @@ class WindowRoom:
             for width in widths
         )
         self._sums: dict[str, Tensor] = {}
-        self._window: WindowRows | None = None
+        self._window: WindowInputs | None = None
 
-    def enter(self, window: WindowRows) -> None:
+    def enter(self, window: WindowInputs) -> None:
         """Copy a window's tables into the room, unless they are there."""
         if self._window is window:
             return

@@ -15,7 +15,7 @@ from coserve.workloads.traces import TracedRequest
 _SIGMA = 0.6
 
 
-class Lengths(Protocol):
+class LengthSource(Protocol):
     """A source of the lengths of requests."""
 
     def draw(self, random: Random) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def bursty(
     burst_factor: float = 6.0,
     quiet_s: float = 8.0,
     burst_s: float = 3.0,
-    lengths: Lengths | None = None,
+    lengths: LengthSource | None = None,
 ) -> list[TracedRequest]:
     """Return quiet times and bursts of a Markov-modulated Poisson process, with exactly `rate ×
     seconds` requests.
@@ -78,7 +78,7 @@ def bursty(
 
 
 def poisson(
-    *, rate: float, seconds: float, seed: int, lengths: Lengths | None = None
+    *, rate: float, seconds: float, seed: int, lengths: LengthSource | None = None
 ) -> list[TracedRequest]:
     """Return independent arrivals, with exactly `rate × seconds` requests."""
     random = Random(seed)
@@ -93,7 +93,7 @@ def gamma(
     seconds: float,
     seed: int,
     variation: float = 2.0,
-    lengths: Lengths | None = None,
+    lengths: LengthSource | None = None,
 ) -> list[TracedRequest]:
     """Return arrivals with Gamma-distributed times between them, with exactly `rate × seconds`
     requests.
@@ -115,7 +115,7 @@ def daily(
     rate: float,
     hour_s: float = 3600.0,
     seed: int,
-    lengths: Lengths | None = None,
+    lengths: LengthSource | None = None,
 ) -> list[TracedRequest]:
     """Return Poisson arrivals whose intensity follows the requests of each hour of a day, at this
     mean rate over all of it.
@@ -149,7 +149,7 @@ def _inverse(bends: Sequence[tuple[float, float]], marks: Sequence[float]) -> It
 
 
 def _with_lengths(
-    times: Iterator[float] | Sequence[float], lengths: Lengths | None, random: Random
+    times: Iterator[float] | Sequence[float], lengths: LengthSource | None, random: Random
 ) -> list[TracedRequest]:
     lengths = lengths or LogNormalLengths()
     drawn = ((at_s, *lengths.draw(random)) for at_s in times)

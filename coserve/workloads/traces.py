@@ -63,7 +63,8 @@ def read_jobs(path: str | Path) -> list[TracedJob]:
             job = TracedJob(_seconds(row[0]), _tokens(row[1]), _seconds(row[2]))
         except ValueError:
             raise DataError(
-                f"{path}, line {number}: {', '.join(row)} are not a time, a number of GPUs and seconds"
+                f"{path}, line {number}: {', '.join(row)} are not a time, a number of GPUs and "
+                "seconds"
             ) from None
         if job.num_gpus and job.duration_s > 0:
             jobs.append(job)

@@ -20,7 +20,7 @@ from coserve.scheduling.policies import make_policy
 from coserve.scheduling.policies.dynamic_temporal_sharing import Switching, interval_at
 from coserve.scheduling.policies.harli import predictor
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.records import Key, LatencyRecords, Work, forward_work, tasklet_work
+from coserve.scheduling.records import Key, LatencyRecords, PieceWork, forward_work, tasklet_work
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.links import Link, SumTimes
 from coserve.simulate.modelled_device import ModelledDevice
@@ -444,14 +444,14 @@ def test_the_linear_model_tells_communication_from_computation_and_memory_access
 
 def test_records_overrule_the_linear_model_which_learns_from_them():
     records, key, other = LatencyRecords(), Key("decode", 8, 0), Key("decode", 9, 0)
-    work = [Work(0.01, 0.001 * n, 0.0, 0.010 + 0.001 * n) for n in range(20)]
+    work = [PieceWork(0.01, 0.001 * n, 0.0, 0.010 + 0.001 * n) for n in range(20)]
     assert records.seconds("a", key, lambda: work[8]) == pytest.approx(
         work[8].computation_s + work[8].memory_s
     )
     for batch, each in enumerate(work):
         if batch != 9:
             records.record("a", Key("decode", batch, 0), each, 0.02 + 0.003 * batch)
-    assert records.seconds("a", key, lambda: Work(1, 1, 1, 1)) == 0.02 + 0.003 * 8, (
+    assert records.seconds("a", key, lambda: PieceWork(1, 1, 1, 1)) == 0.02 + 0.003 * 8, (
         "a record, whatever the work"
     )
     assert records.recorded("a", other) is None and records.recorded("b", key) is None

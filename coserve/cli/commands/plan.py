@@ -153,7 +153,7 @@ def _hours(
     seed: int,
 ) -> "list[Hour]":
     from coserve.bench.plan import hours_of_day, hours_of_trace
-    from coserve.workloads.arrivals import Lengths, LogNormalLengths, RecordedLengths
+    from coserve.workloads.arrivals import LengthSource, LogNormalLengths, RecordedLengths
     from coserve.workloads.traces import is_day, read_day, read_lengths, read_trace
 
     if not is_day(path):
@@ -168,7 +168,7 @@ def _hours(
         raise typer.BadParameter(
             f"{path} has requests by hour: set their mean rate per second", param_hint="--rate"
         )
-    drawn: Lengths = LogNormalLengths(
+    drawn: LengthSource = LogNormalLengths(
         mean_prompt_tokens=_MEAN_PROMPT_TOKENS, mean_output_tokens=_MEAN_OUTPUT_TOKENS
     )
     if lengths is not None:

@@ -43,7 +43,7 @@ from coserve.scheduling.plan import JobProgress, Partition, Plan, RequestProgres
 from coserve.scheduling.policies._sides import divided
 from coserve.scheduling.policies._turns import next_job, slo_s
 from coserve.scheduling.policies.base import Policy, setting
-from coserve.scheduling.records import Key, LatencyRecords, Work, forward_work, tasklet_work
+from coserve.scheduling.records import Key, LatencyRecords, PieceWork, forward_work, tasklet_work
 
 # Sizes that windows may have, so that steps recur and records are found again.
 WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -85,7 +85,7 @@ def _load(requests: Sequence[RequestProgress]) -> ForwardLoad:
     return load
 
 
-def _fused_work(load: ForwardLoad, job: JobProgress, rows: int, latency: LatencyModel) -> Work:
+def _fused_work(load: ForwardLoad, job: JobProgress, rows: int, latency: LatencyModel) -> PieceWork:
     more = structs.replace(load)
     latency.add_window(more, job, rows)
     return forward_work(more, latency)
@@ -290,7 +290,7 @@ class _Step:
         if not self.build.num_rows:
             return 0.0
 
-        def work() -> Work:
+        def work() -> PieceWork:
             return forward_work(_load(self.requests), self.latency)
 
         return self.records.seconds(

@@ -58,7 +58,7 @@ class ScoredRows:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
+class PackLoss:
     """The loss of a pack and its gradient. All but the gradient are sums over its `count` units
     (pairs, for example), by which an optimizer step divides.
     """
@@ -93,7 +93,7 @@ class Objective(ABC):
     """
 
     @abstractmethod
-    def outcome(self, rows: ScoredRows) -> Outcome:
+    def outcome(self, rows: ScoredRows) -> PackLoss:
         """Return the loss of a pack and its gradient."""
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from coserve.settings import check_number
 from coserve.tuning.objectives.base import (
-    Outcome,
+    PackLoss,
     PairObjective,
     ScoredRows,
     halves,
@@ -37,12 +37,12 @@ class Dpo(PairObjective):
         check_number("beta", self.beta, above=0)
         check_number("label_smoothing", self.label_smoothing, least=0, most=0.5)
 
-    def outcome(self, rows: ScoredRows) -> Outcome:
+    def outcome(self, rows: ScoredRows) -> PackLoss:
         chosen, rejected = halves(self.beta * rows.log_ratios)
         margin, smoothing = chosen - rejected, self.label_smoothing
         slope = self.beta * (smoothing * margin.sigmoid() - (1 - smoothing) * (-margin).sigmoid())
         loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
-        return Outcome(
+        return PackLoss(
             gradient=per_row(rows, slope, -slope),
             loss=loss.sum(),
             correct=(margin > _TIE).sum(),

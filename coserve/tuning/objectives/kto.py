@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from coserve.settings import check_number
-from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows, halves, per_row
+from coserve.tuning.objectives.base import Objective, PackLoss, ScoredRows, halves, per_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Kto(Objective):
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             check_number(name, getattr(self, name), above=0)
 
-    def outcome(self, rows: ScoredRows) -> Outcome:
+    def outcome(self, rows: ScoredRows) -> PackLoss:
         assert rows.labels is not None, "answers have labels"
         ratios, others = halves(rows.log_ratios)
         is_wanted = halves(rows.labels)[0] > 0
@@ -45,7 +45,7 @@ class Kto(Objective):
         value = (sign * self.beta * (ratios - moved)).sigmoid()
         slope = -weight * sign * self.beta * value * (1 - value)
         reward = self.beta * ratios
-        return Outcome(
+        return PackLoss(
             gradient=per_row(rows, slope, torch.zeros_like(slope)),
             loss=(weight * (1 - value)).sum(),
             correct=((reward > self.beta * moved) == is_wanted).sum(),

@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from coserve.settings import check_number
 from coserve.tuning.objectives.base import (
-    Outcome,
+    PackLoss,
     PairObjective,
     ScoredRows,
     halves,
@@ -32,7 +32,7 @@ class Orpo(PairObjective):
     def __post_init__(self) -> None:
         check_number("beta", self.beta, above=0)
 
-    def outcome(self, rows: ScoredRows) -> Outcome:
+    def outcome(self, rows: ScoredRows) -> PackLoss:
         chosen, rejected = halves(rows.means.clamp(max=_MOST))
         lengths = halves(rows.lengths)
         margin = _log_odds(chosen) - _log_odds(rejected)
@@ -42,7 +42,7 @@ class Orpo(PairObjective):
             (slope / -torch.expm1(chosen) - 1) / lengths[0],
             -slope / -torch.expm1(rejected) / lengths[1],
         )
-        return Outcome(
+        return PackLoss(
             gradient=gradient,
             loss=(-chosen - self.beta * logsigmoid(margin)).sum(),
             correct=(chosen > rejected).sum(),

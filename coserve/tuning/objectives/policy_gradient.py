@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from coserve.settings import check_number
-from coserve.tuning.objectives.base import Objective, Outcome, ScoredRows
+from coserve.tuning.objectives.base import Objective, PackLoss, ScoredRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class PolicyGradient(Objective):
     def __post_init__(self) -> None:
         check_number("clip", self.clip, least=0, most=1)
 
-    def outcome(self, rows: ScoredRows) -> Outcome:
+    def outcome(self, rows: ScoredRows) -> PackLoss:
         assert rows.values is not None, "tokens have advantages and log-probabilities"
         advantages, sampled = rows.values.unbind(1)
         ratios = (rows.logprobs - sampled).exp()
         gains = ratios * advantages
         clipped = ratios.clamp(1 - self.clip, 1 + self.clip) * advantages if self.clip else gains
         counts = gains <= clipped
-        return Outcome(
+        return PackLoss(
             gradient=-gains * counts,
             loss=-torch.minimum(gains, clipped).sum(),
             correct=counts.sum(),

@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from coserve.settings import check_number
 from coserve.tuning.objectives.base import (
-    Outcome,
+    PackLoss,
     PairObjective,
     ScoredRows,
     halves,
@@ -30,11 +30,11 @@ class Simpo(PairObjective):
         check_number("beta", self.beta, above=0)
         check_number("gamma", self.gamma, least=0)
 
-    def outcome(self, rows: ScoredRows) -> Outcome:
+    def outcome(self, rows: ScoredRows) -> PackLoss:
         chosen, rejected = halves(self.beta * rows.means)
         margin = chosen - rejected - self.gamma
         slope, lengths = -self.beta * (-margin).sigmoid(), halves(rows.lengths)
-        return Outcome(
+        return PackLoss(
             gradient=per_row(rows, slope / lengths[0], -slope / lengths[1]),
             loss=-logsigmoid(margin).sum(),
             correct=(chosen > rejected).sum(),
