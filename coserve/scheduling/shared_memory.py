@@ -371,7 +371,8 @@ class SharedMemoryPlan(MemoryPlan):
     def _youngest(self) -> RequestProgress:
         """Return the youngest request of the tenant that holds most."""
         held = self._held()
-        running = {each.info.tenant for each in self.requests}
+        # In the order of admission, which decides among equals: that of a set would be any.
+        running = dict.fromkeys([each.info.tenant for each in self.requests])
         richest = max(running, key=lambda name: self._wealth(held[name], name))
         return _youngest_of([each for each in self.requests if each.info.tenant == richest])
 

@@ -2,6 +2,7 @@
 of steps."""
 
 from collections import Counter
+from itertools import pairwise
 
 from tenant_views import NOW_S, decoding, job, line, plan, prompt, running_line
 
@@ -124,6 +125,14 @@ def test_no_request_is_preempted_for_its_slot_by_one_that_finds_too_few_pages():
         num_pages=100,
     )
     assert not made.preempt and not made.admit
+
+
+def test_of_tenants_that_hold_as_much_the_one_that_was_admitted_first_makes_room():
+    """Whatever their names, whose hashes differ from process to process."""
+    for first, second in pairwise("abcdefghijklmnop"):
+        running = tuple(decoding(name, name, num_held=10, num_pages=1) for name in (first, second))
+        made = plan({first: 0.0, second: 0.0}, requests=running, num_free_pages=0, num_pages=20)
+        assert made.preempt == (first,)
 
 
 def test_a_large_line_of_a_batch_is_not_overtaken_by_small_ones_of_a_tenant_that_was_served_more():
