@@ -99,7 +99,9 @@ FREE = Curve(rows=(1, 2), seconds=(0.0, 0.0))
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Times of a device for the pieces of a step of one model."""
+    """Times of a device for the pieces of a step of one model, in seconds; curves go by number of
+    rows.
+    """
 
     model: ModelCounts
     """Costs of the model's rows."""

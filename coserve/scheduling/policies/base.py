@@ -26,6 +26,7 @@ class Policy(HasSettings, ABC):
     """
 
     kind: ClassVar[str] = "policy"
+    """Word for such a variant in messages."""
     summary: ClassVar[str]  # one line, for help texts
     # Whether it tells batch work apart; otherwise it sees it among the requests, with its window as
     # their SLO.

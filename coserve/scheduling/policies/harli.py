@@ -75,8 +75,8 @@ class Predictor(NamedTuple):
     """Factor of the share of the job."""
 
     def seconds(self, partition: Partition, batch: int, context: float) -> float:
-        """A decode step of a batch that has as many tokens in the cache in the mean, beside a
-        job.
+        """Return the seconds of a decode step of a batch with this mean number of tokens in the
+        cache, beside a job.
         """
         inference, tuning = (
             partition.forward_units / self.num_units,
@@ -87,11 +87,11 @@ class Predictor(NamedTuple):
 
 
 def predictor(latency: LatencyModel) -> Predictor:
-    """Both stages, fitted once to what was measured of a device and of its parts, whatever its
-    steps took since.
+    """Return the predictor, fitted once to the measurements of a device and of its parts, whatever
+    its steps took since.
 
-    That all of a job takes from decoding grows with its units, from nothing, fixes b1 and k1 for
-    parts that make up the whole device.
+    That the time which a job takes from decoding grows with its units, from nothing, fixes b1 and
+    k1 for parts that make up the whole device.
     """
     found = _PREDICTORS.get(latency)
     if found is None or found[0] is not latency.profile:
@@ -168,7 +168,7 @@ class Harli(Policy):
     )
 
     unit_ms: float = setting(
-        10.0, "About how long a unit of a job takes, in milliseconds.", least=0.1
+        10.0, "Approximate time of a unit of a job, in milliseconds.", least=0.1
     )
 
     def make_history(self) -> History:

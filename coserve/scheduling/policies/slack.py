@@ -65,8 +65,8 @@ class Slack(Policy):
     )
     reserve_tpots: float = setting(
         0.5,
-        "What every request keeps of the time that early tokens saved, in TPOTs; near its SLO 1.5 "
-        "at least.",
+        "Reserve that every request keeps of the time saved by early tokens, in TPOTs; near its "
+        "SLO 1.5 at least.",
     )
     arrival_share: float = setting(
         0.1,
@@ -82,8 +82,8 @@ class Slack(Policy):
 
     batch_share: float = setting(
         0.5,
-        "Of what requests leave, the share of batch work where jobs want it, too; what is late "
-        "gets all.",
+        "Share of the time left by requests that batch work gets beside jobs; late batch work gets "
+        "all of it.",
         most=1,
     )
     divides: bool = setting(

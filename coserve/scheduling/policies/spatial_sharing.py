@@ -25,7 +25,7 @@ class SpatialSharing(Policy):
     )
 
     inference_share: float = setting(
-        0.6, "Of the device, what requests have.", least=0.05, most=0.95
+        0.6, "Share of the device that requests have.", least=0.05, most=0.95
     )
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:

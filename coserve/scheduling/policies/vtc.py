@@ -35,9 +35,9 @@ class Vtc(Slack):
     )
     shares_time: ClassVar[bool] = False
 
-    w_p: float = setting(1.0, "What a token of a prompt costs its tenant.")
-    w_q: float = setting(2.0, "What a token of an output costs its tenant.")
-    w_r: float = setting(1.0, "What a row of a job costs its tenant, forward and backward each.")
+    w_p: float = setting(1.0, "Cost of a prompt's token to its tenant.")
+    w_q: float = setting(2.0, "Cost of a generated token to its tenant.")
+    w_r: float = setting(1.0, "Cost of a job's row to its tenant, forward and backward each.")
 
     @property
     def token_weights(self) -> TokenWeights:
