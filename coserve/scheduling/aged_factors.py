@@ -44,8 +44,8 @@ class AgedFactors:
             return factor
         self._ages = True
         trust = _TRUST_PER_STEP ** (self.num_steps - step)
-        found: float = wider * (factor / wider) ** trust
-        return found
+        aged: float = wider * (factor / wider) ** trust
+        return aged
 
     def move(
         self, key: Hashable, right: float, *, believed: float = 1.0, first_weight: float = _WEIGHT

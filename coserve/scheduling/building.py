@@ -217,11 +217,11 @@ class PlanBuilder:
             seconds = self._latency.with_decodes(self._load, decoding)
             left_s = until_s - self._time.overhead_s
             fits = seconds(1) <= left_s
-            taken = decoding[: largest_that_fits(1, most, seconds, left_s)] if fits or must else []
-            self._load.add_decodes(taken)
-            self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in taken]
+            chosen = decoding[: largest_that_fits(1, most, seconds, left_s)] if fits or must else []
+            self._load.add_decodes(chosen)
+            self._rows += [PlannedRows(each.id, "decode", each.num_past, 1) for each in chosen]
             self._time.forward_s = self._latency.forward_s(self._load)
-            must = must and not taken
+            must = must and not chosen
         prompts = [each for each in requests if each.num_rows > 1]
         self.prefill(by_due(prompts), until_s, urgent=must)
         self._time.batch_s += self._time.forward_s - before_s
@@ -239,19 +239,19 @@ class PlanBuilder:
             return
         self._count_overhead()
         job, forward_s = jobs[0], self._time.forward_s
-        found = self._latency.sharing.best(
+        division = self._latency.sharing.best(
             forward_rows=self._load.rows,
             tasklet_rows=job.num_rows_left,
             most_stretch=(until_s - self._time.overhead_s) / forward_s if forward_s else inf,
             margin=SURE_MARGINS * self._latency.corrections.margin,
         )
-        if found is None:
+        if division is None:
             return
-        _, forward_speed, backward_speed = found
+        _, forward_speed, backward_speed = division
         left_s = self._latency.tasklet_s(job, job.num_rows_left)
         left_s += (job.num_parts_left - 1) * self._latency.tasklet_s(job, job.num_rows)
         if backward_speed * forward_s / forward_speed <= left_s:
-            self._time.divide(*found)
+            self._time.divide(*division)
 
     def tune(
         self,
@@ -415,17 +415,17 @@ class PlanBuilder:
     def _backward(self, jobs: Sequence[JobProgress], left_s: float) -> None:
         if left_s <= 0:
             return
-        found = joined_tasklets(jobs, left_s, self._latency, group=len(self._tasklets))
-        if found is None and len(jobs) > 1:  # one alone may fit: the one that is least advanced
+        joined = joined_tasklets(jobs, left_s, self._latency, group=len(self._tasklets))
+        if joined is None and len(jobs) > 1:  # one alone may fit: the one that is least advanced
             alone = max(
                 jobs,
                 key=lambda job: (job.num_parts_left - job.info.counts.num_parts, job.num_rows_left),
             )
-            found = joined_tasklets([alone], left_s, self._latency, group=0)
-        if found is not None:
-            self._tasklets += found.tasklets
-            self._time.backward_s += found.seconds
-            self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, found.longest_s)
+            joined = joined_tasklets([alone], left_s, self._latency, group=0)
+        if joined is not None:
+            self._tasklets += joined.tasklets
+            self._time.backward_s += joined.seconds
+            self._time.longest_tasklet_s = max(self._time.longest_tasklet_s, joined.longest_s)
 
     def _loss(self, job: JobProgress, left_s: float, *, may_wait: bool) -> bool:
         """Add as many rows as fit. Returns whether tasklets can follow."""

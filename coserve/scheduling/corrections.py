@@ -57,18 +57,18 @@ class Corrections:
             (rows - 1).bit_length(),
             windows,
         )  # as `size_class`, without a call: asked for in every search
-        found = self._known.get(kind)
-        if found is None:
-            found = self._known[kind] = self._factors.of(kind, self.of_section(section))
-        return found
+        factor = self._known.get(kind)
+        if factor is None:
+            factor = self._known[kind] = self._factors.of(kind, self.of_section(section))
+        return factor
 
     def of_section(self, section: str) -> float:
         """Return the correction of a section; of all sections for ""."""
-        found = self._known.get(section)
-        if found is None:
+        factor = self._known.get(section)
+        if factor is None:
             wider = self.of_section("") if section else 1.0
-            found = self._known[section] = self._factors.of(section, wider)
-        return found
+            factor = self._known[section] = self._factors.of(section, wider)
+        return factor
 
     def observe(
         self, section: str, rows: int, windows: bool, *, predicted_s: float, measured_s: float

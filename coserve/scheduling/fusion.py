@@ -69,7 +69,7 @@ def _cuts(
     # best[m]: the least time of the first m jobs, and where their last hybrid task begins.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for last in range(1, len(shapes) + 1):
-        found = (inf, last - 1)
+        cheapest = (inf, last - 1)
         for first in range(last - 1, -1, -1):
             num_rows = rows[last] - rows[first]
             is_one = last - first == 1
@@ -77,9 +77,9 @@ def _cuts(
                 break
             seconds = latency.batch_s(num_rows, weighed[last] - weighed[first])
             total_s = best[first][0] + (seconds if is_one else latency.profile.joining * seconds)
-            if total_s <= found[0]:
-                found = (total_s, first)
-        best.append(found)
+            if total_s <= cheapest[0]:
+                cheapest = (total_s, first)
+        best.append(cheapest)
     cuts = [len(shapes)]
     while cuts[-1]:
         cuts.append(best[cuts[-1]][1])

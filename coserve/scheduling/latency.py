@@ -342,12 +342,12 @@ class LatencyModel:
         """Return a cached answer, worked out on the first call; it must follow from the key and the
         profile alone.
         """
-        found = self._remembered.get(key)
-        if found is None:
+        answer = self._remembered.get(key)
+        if answer is None:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            found = self._remembered[key] = work_out()
-        return found
+            answer = self._remembered[key] = work_out()
+        return answer
 
     def update_s(self, counts: JobCounts) -> float:
         """Return the seconds of an optimizer step."""

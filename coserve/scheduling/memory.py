@@ -239,12 +239,12 @@ class MemoryPlan:
 
     def _rows_in_memory(self) -> dict[str, int]:
         """Return the rows of the packs in memory, by group of jobs."""
-        found: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for job in self.jobs:
             if job.phase != "update":
                 group = self._group_of(job)
-                found[group] = found.get(group, 0) + job.num_rows
-        return found
+                rows[group] = rows.get(group, 0) + job.num_rows
+        return rows
 
     def take_turns(self, jobs: Sequence[JobProgress]) -> None:
         """Order the jobs that can run as in `jobs`."""

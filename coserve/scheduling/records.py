@@ -74,8 +74,8 @@ class LinearModel:
     )
 
     def seconds(self, work: PieceWork) -> float:
-        found = sum([weight * each for weight, each in zip(self.weights, work, strict=True)])
-        return max(found, _MIN_SHARE * max(work))
+        weighted_s = sum([weight * each for weight, each in zip(self.weights, work, strict=True)])
+        return max(weighted_s, _MIN_SHARE * max(work))
 
     def learn(self, work: PieceWork, seconds: float) -> None:
         """Learn the time of a piece. The error that counts is a share of it."""
@@ -107,15 +107,17 @@ class LatencyRecords:
         """Return the recorded seconds, or what the model of this kind predicts; only that calls
         `work`.
         """
-        found = self.recorded(adapters, key)
+        recorded_s = self.recorded(adapters, key)
         return (
-            (self.models.get(key.kind) or LinearModel()).seconds(work()) if found is None else found
+            (self.models.get(key.kind) or LinearModel()).seconds(work())
+            if recorded_s is None
+            else recorded_s
         )
 
     def recorded(self, adapters: Hashable, key: Key) -> float | None:
         """Return the recorded seconds; None if there was no such step, or not for long."""
-        found = self.records.get(adapters, {}).get(key)
-        return found[0] if found is not None and self.num_recorded - found[1] < _OLD else None
+        record = self.records.get(adapters, {}).get(key)
+        return record[0] if record is not None and self.num_recorded - record[1] < _OLD else None
 
     def record(self, adapters: Hashable, key: Key, work: PieceWork, seconds: float) -> None:
         """Record the time of a piece."""
@@ -128,11 +130,11 @@ class LatencyRecords:
 
     def aged(self, adapters: Hashable, key: Key, predicted_s: float) -> float:
         """Return what `renew` recorded, which gives way to a prediction with age."""
-        found = self.records.get(adapters, {}).get(key)
-        if found is None:
+        record = self.records.get(adapters, {}).get(key)
+        if record is None:
             return predicted_s
-        trust = _TRUST_PER_RECORD ** (self.num_recorded - found[1])
-        seconds: float = predicted_s * (found[0] / predicted_s) ** trust
+        trust = _TRUST_PER_RECORD ** (self.num_recorded - record[1])
+        seconds: float = predicted_s * (record[0] / predicted_s) ** trust
         return seconds
 
     def renew(self, adapters: Hashable, key: Key, seconds: float, *, predicted_s: float) -> None:

@@ -215,7 +215,7 @@ class SharedMemoryPlan(MemoryPlan):
         self, left_out: Collection[str] = ()
     ) -> dict[str, list[RequestProgress | JobProgress]]:
         """Return what holds pages, by tenant; what makes room first comes last. left_out: ids."""
-        found: dict[str, list[RequestProgress | JobProgress]] = {}
+        holdings: dict[str, list[RequestProgress | JobProgress]] = {}
         requests = sorted(
             self.requests, key=lambda running: (running.info.priority, running.info.arrival_s)
         )
@@ -226,20 +226,20 @@ class SharedMemoryPlan(MemoryPlan):
         ]
         for each in items:
             if each.id not in left_out:
-                found.setdefault(each.info.tenant, []).append(each)
-        return found
+                holdings.setdefault(each.info.tenant, []).append(each)
+        return holdings
 
     def _held(self) -> dict[str, int]:
         """Return the pages of requests, batch work and packs, by tenant."""
-        found: dict[str, int] = {}
+        held: dict[str, int] = {}
         admitted = set(self.admit)
         for request in (*self.requests, *self.batch):
             num_pages = self._num_given(request, admitted)
-            found[request.info.tenant] = found.get(request.info.tenant, 0) + num_pages
+            held[request.info.tenant] = held.get(request.info.tenant, 0) + num_pages
         for job in self.jobs:
             if job.phase != "update":
-                found[job.info.tenant] = found.get(job.info.tenant, 0) + job.num_pages
-        return found
+                held[job.info.tenant] = held.get(job.info.tenant, 0) + job.num_pages
+        return held
 
     def _num_given(
         self, item: RequestProgress | JobProgress, admitted: Collection[str] | None = None

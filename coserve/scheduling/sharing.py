@@ -165,15 +165,15 @@ class SharingModel:
             margin: Share by which steps take longer than predicted, at most: more than that must be
                 gained.
         """
-        found, least = None, 1 / (1 + margin)
+        best, least = None, 1 / (1 + margin)
         for partition in (
             self.partitions if self._sharing is not None and self._sharing.pays else ()
         ):
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
             lost_s = (1 - speeds[1]) / speeds[0]
             if lost_s < least and speeds[0] * most_stretch >= 1:
-                found, least = (partition, *speeds), lost_s
-        return found
+                best, least = (partition, *speeds), lost_s
+        return best
 
     def observe(self, partition: Partition, side: Side, rows: int, *, measured: float) -> None:
         """Learn the speed that a side reached with these rows; plans may have asked for others, so

@@ -15,8 +15,8 @@ DEFAULT_POLICY = "slack"
 @cache
 def policy_names() -> tuple[str, ...]:
     """Return the names of all policies: the files of this folder, the default first."""
-    found = variant_names(__path__)
-    return (DEFAULT_POLICY, *(name for name in found if name != DEFAULT_POLICY))
+    names = variant_names(__path__)
+    return (DEFAULT_POLICY, *(name for name in names if name != DEFAULT_POLICY))
 
 
 @cache
@@ -28,8 +28,8 @@ def policy_class(name: str) -> type[Policy]:
     """
     if name not in policy_names():
         raise ValueError(f"policy {name!r} is not one of {', '.join(policy_names())}")
-    found: type[Policy] = variant_class(__name__, name, Policy)
-    return found
+    policy: type[Policy] = variant_class(__name__, name, Policy)
+    return policy
 
 
 def make_policy(name: str, settings: Mapping[str, Any] | None = None) -> Policy:

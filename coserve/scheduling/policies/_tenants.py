@@ -191,13 +191,13 @@ def _first_lines(view: View) -> list[RequestProgress]:
     admitted in turn with the requests of others: a tenant that always has more of these waiting
     would otherwise keep every slot.
     """
-    found: dict[str, RequestProgress] = {}
+    lines: dict[str, RequestProgress] = {}
     tenants = {request.info.tenant for request in view.waiting}
     for line in by_due(
         [each for each in view.batch_waiting if each.may_start and each.info.tenant not in tenants]
     ):
-        found.setdefault(line.info.tenant, line)
-    return list(found.values())
+        lines.setdefault(line.info.tenant, line)
+    return list(lines.values())
 
 
 def _plan_jobs(

@@ -56,8 +56,8 @@ def next_job(view: View, memory: MemoryPlan, *, requests_first: bool = True) -> 
         return going
     for job in view.jobs:
         memory.begin_packs([job], requests_first=requests_first)
-        if (found := next((each for each in memory.jobs if each.id == job.id), None)) is not None:
-            return found
+        if (begun := next((each for each in memory.jobs if each.id == job.id), None)) is not None:
+            return begun
     return None
 
 

@@ -93,10 +93,10 @@ def predictor(latency: LatencyModel) -> Predictor:
     That the time which a job takes from decoding grows with its units, from nothing, fixes b1 and
     k1 for parts that make up the whole device.
     """
-    found = _PREDICTORS.get(latency)
-    if found is None or found[0] is not latency.profile:
-        found = _PREDICTORS[latency] = latency.profile, _fitted(latency.profile)
-    return found[1]
+    fitted = _PREDICTORS.get(latency)
+    if fitted is None or fitted[0] is not latency.profile:
+        fitted = _PREDICTORS[latency] = latency.profile, _fitted(latency.profile)
+    return fitted[1]
 
 
 # By what asks in every step: a profile is long, and takes longer to look up than to predict with.
@@ -202,9 +202,9 @@ class Harli(Policy):
         if it passes it on all.
         """
         predicted, context = predictor(latency), mean([request.num_past for request in requests])
-        found, nearest_s = None, 0.0
+        nearest, nearest_s = None, 0.0
         for partition in latency.sharing.partitions:
             seconds = predicted.seconds(partition, len(requests), context)
             if nearest_s < seconds <= slo_s:
-                found, nearest_s = partition, seconds
-        return found
+                nearest, nearest_s = partition, seconds
+        return nearest

@@ -256,10 +256,10 @@ class _Step:
             rows = max(MIN_WINDOW_ROWS, rows // 2)
         tasklet_s = self._tasklet_s(rows)
         if self.build.num_rows and self.view.num_units > 1:
-            number, found = self._most_beside(rows, decode_s, tasklet_s)
-            if found is not None:
+            number, division = self._most_beside(rows, decode_s, tasklet_s)
+            if division is not None:
                 self.build.take(self.job, rows, number)
-                return found
+                return division
         # In turns a tuning tasklet takes all of its time from decoding: l_d - l_d0 = l_p, and (1)
         # is what fits.
         self.build.take(self.job, rows, max(0, int((self.budget_s - decode_s) / tasklet_s)))
