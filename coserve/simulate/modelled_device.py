@@ -356,7 +356,7 @@ class ModelledDevice:
         return TokenLogprob(token=token, logprob=0.0)
 
     def _finish_packs(self, batch: StepBatch) -> dict[str, PackSums]:
-        found = {}
+        sums = {}
         moved = [
             piece.job
             for pieces in (batch.losses, batch.tasklets, batch.windows)
@@ -365,9 +365,9 @@ class ModelledDevice:
         for job in dict.fromkeys(moved):
             cursor = self._trainers[job].cursor
             if cursor.done:
-                found[job] = PackSums(loss=nan, num_correct=0, num_trained=cursor.num_trained)
+                sums[job] = PackSums(loss=nan, num_correct=0, num_trained=cursor.num_trained)
                 self._trainers[job].drop()
-        return found
+        return sums
 
 
 def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
@@ -387,7 +387,7 @@ def _scored(rows: RequestRows) -> tuple[TokenLogprob, ...]:
 
 
 def _failed(batch: StepBatch, failure: StepFailure) -> StepResult:
-    made = [update.job for update in batch.updates]
+    updated = [update.job for update in batch.updates]
     if failure.broken_update is not None:
-        made = made[: made.index(failure.broken_update)]
-    return StepResult(step=batch.step, norms=dict.fromkeys(made, 0.0), failure=failure)
+        updated = updated[: updated.index(failure.broken_update)]
+    return StepResult(step=batch.step, norms=dict.fromkeys(updated, 0.0), failure=failure)

@@ -300,8 +300,8 @@ def _num_logits(loss: Program) -> int:
 def _total(parts: Iterable[_Part], seconds: Callable[[_Part], float]) -> float:
     """Return the sum over all parts, most of which are the same."""
     listed = list(parts)
-    found = {key: seconds(part) for key, part in {id(part): part for part in listed}.items()}
-    return sum(found[id(part)] for part in listed)
+    part_s = {key: seconds(part) for key, part in {id(part): part for part in listed}.items()}
+    return sum(part_s[id(part)] for part in listed)
 
 
 def _curve(seconds: Callable[[int], float]) -> Curve:

@@ -210,12 +210,12 @@ class TurnReader:
         end, first = self._first_value(messages, whole), _num_shared(header.history, whole)
         if whole.startswith(header.before):
             return len(header.before)
-        best, found = max(header.num_generated - len(header.opened), 1) - 1, None
+        best, start = max(header.num_generated - len(header.opened), 1) - 1, None
         for place in range(end, max(first, end - _MAX_HEADER) - 1, -1):
             length = _num_shared(reversed(header.before), reversed(whole[:place]))
             if length > best:
-                best, found = length, place
-        return first if found is None and first == end else found
+                best, start = length, place
+        return first if start is None and first == end else start
 
     def _first_value(self, messages: Sequence[Message], whole: str) -> int:
         """Return where the first value of the last message stands: up to there, any values give the

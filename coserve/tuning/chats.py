@@ -65,9 +65,9 @@ class ChatReader:
             DataError: The messages are wrong, or the template does not take them.
             NothingToTrainError: No turn is trained on.
         """
-        messages, given = _messages(record["messages"]), _given(record)
+        messages, variables = _messages(record["messages"]), _given(record)
         texts, notes, done = list[list[tuple[str, bool]]](), dict[str, None](), ""
-        reader = TurnReader(self._template, given, self._stops)
+        reader = TurnReader(self._template, variables, self._stops)
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
@@ -82,9 +82,11 @@ class ChatReader:
             raise NothingToTrainError(
                 "has no turn to train on: each message of the assistant has weight 0"
             )
-        if given["tools"] and not self._writes_tools(messages, given):
+        if variables["tools"] and not self._writes_tools(messages, variables):
             notes[NOT_WRITTEN.format("tools")] = None
-        return self._pieces(texts, tuple(notes), by_touch=self._template.is_marked(given["tools"]))
+        return self._pieces(
+            texts, tuple(notes), by_touch=self._template.is_marked(variables["tools"])
+        )
 
     def _pieces(
         self, texts: list[list[tuple[str, bool]]], notes: tuple[str, ...], *, by_touch: bool
@@ -92,16 +94,16 @@ class ChatReader:
         """Return the texts without empty pieces and without what follows the last one that is
         trained on.
         """
-        found = list[Pieces]()
+        rendered = list[Pieces]()
         for text in texts:
             pieces = [piece for piece in text if piece[0]]
             while pieces and not pieces[-1][1]:
                 pieces.pop()
             if pieces:
-                found.append(Pieces(texts=tuple(pieces), by_touch=by_touch, notes=notes))
-        if not found:
+                rendered.append(Pieces(texts=tuple(pieces), by_touch=by_touch, notes=notes))
+        if not rendered:
             raise DataError("the chat template marks nothing of it with {% generation %}")
-        return tuple(found)
+        return tuple(rendered)
 
     def _writes_tools(self, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> bool:
         try:

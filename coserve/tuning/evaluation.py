@@ -74,13 +74,13 @@ def questions_of(examples: Sequence[Example], config: EvaluationConfig) -> tuple
     """
     if not config.asks:
         return ()
-    found = [question for example in examples if (question := _question(example)) is not None]
-    if not found:
+    questions = [question for example in examples if (question := _question(example)) is not None]
+    if not questions:
         raise DataError(
             f"{config.metric} needs examples with a prompt and a whole answer; none of these "
             f"{len(examples)} has both"
         )
-    return tuple(found[: config.max_examples])
+    return tuple(questions[: config.max_examples])
 
 
 def _question(example: Example) -> Question | None:

@@ -170,9 +170,9 @@ def each_read(
     records: Iterable[tuple[str, Any]], read: Callable[[Any], _Read]
 ) -> Iterator[tuple[str, _Read | DataError]]:
     """Yield the place of each record with what is read of it, or with what is wrong with it."""
-    for place, given in records:
+    for place, record in records:
         try:
-            yield place, read(given)
+            yield place, read(record)
         except DataError as error:
             yield place, error
 

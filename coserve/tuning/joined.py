@@ -104,7 +104,7 @@ def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
         training.loss_constants(rows) for (training, _), rows in zip(pieces, windows, strict=True)
     ]
     hidden = [training.kept.rows[rows] for (training, _), rows in zip(pieces, windows, strict=True)]
-    found = loss_and_gradient(
+    losses = loss_and_gradient(
         first.programs.loss,
         torch.cat(hidden),
         {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
@@ -116,6 +116,6 @@ def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
     )
     sizes = [len(rows) for rows in windows]
     for (training, _), rows, *each in zip(
-        pieces, windows, *(torch.split(x, sizes) for x in found), strict=True
+        pieces, windows, *(torch.split(x, sizes) for x in losses), strict=True
     ):
         training.finish_loss(rows, *each)

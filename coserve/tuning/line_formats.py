@@ -78,18 +78,18 @@ def with_json_cells(record: Mapping[str, Any]) -> Record:
     Raises:
         DataError: A value is not JSON; the message names its field.
     """
-    found = dict(record)
+    parsed = dict(record)
     for name in {*_NO_TEXT, *(("input",) if "preferred_output" in record else ())} & record.keys():
         if not isinstance(cell := record[name], str):
             continue
         try:
             # Tables have True and False with capitals.
-            found[name] = parsed_json(cell.lower() if name == "label" else cell)
+            parsed[name] = parsed_json(cell.lower() if name == "label" else cell)
         except DataError as error:
             if cell.strip():
                 raise DataError(f"{name} is {error}") from None
-            del found[name]
-    return found
+            del parsed[name]
+    return parsed
 
 
 def read_record(given: Any) -> Record:
@@ -169,11 +169,11 @@ def as_completion(record: Record) -> Record:
     """
     if "instruction" not in record:
         return record
-    given = record["input"]
+    more = record["input"]
     prompt = _ALPACA.format(
-        with_input=_ALPACA_WITH_INPUT if given else "",
+        with_input=_ALPACA_WITH_INPUT if more else "",
         instruction=record["instruction"],
-        input=f"### Input:\n{given}\n\n" if given else "",
+        input=f"### Input:\n{more}\n\n" if more else "",
     )
     return {
         "prompt": f"{record['system']}\n\n{prompt}" if record["system"] else prompt,
@@ -187,8 +187,8 @@ def _check_others(record: Mapping[str, Any], known: tuple[str, ...], where: str 
             continue
         if name == "weight":
             raise DataError(f"{where}unknown field 'weight'; it belongs to a message of a chat")
-        if found := get_close_matches(name, known, 1, _ALIKE):
-            raise DataError(f"{where}unknown field {name!r}; did you mean {found[0]!r}?")
+        if alike := get_close_matches(name, known, 1, _ALIKE):
+            raise DataError(f"{where}unknown field {name!r}; did you mean {alike[0]!r}?")
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
@@ -306,7 +306,7 @@ def _instruction(record: Mapping[str, Any]) -> Record:
     _check_others(record, ("instruction", "input", "output", "system", "history"))
     if record.get("history"):
         raise DataError("history is not read; write the conversation as messages")
-    found = {name: _text(record, name) for name in ("instruction", "output")}
-    return found | {
+    fields = {name: _text(record, name) for name in ("instruction", "output")}
+    return fields | {
         name: _text(record, name) if record.get(name) else "" for name in ("input", "system")
     }

@@ -59,11 +59,11 @@ def loss_and_gradient(
     names, tensors = ["x", *constants], [hidden, *constants.values()]
     chunks = zip(*(torch.tensor_split(tensor, num_chunks) for tensor in tensors), strict=True)
     context = Context(backend=backend.for_losses, group=group or SingleRank())
-    found = [
+    results = [
         _chunk(program, dict(zip(names, each, strict=True)), weights, accumulators, context)
         for each in chunks
     ]
-    losses, correct, gradients = zip(*found, strict=True)
+    losses, correct, gradients = zip(*results, strict=True)
     return torch.cat(losses), torch.cat(correct), torch.cat(gradients)
 
 

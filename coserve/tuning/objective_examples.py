@@ -33,10 +33,10 @@ def read_objective_examples(
     """Return each record of a file as an example of an objective's schema (`Objective.schema`); see
     `read_examples`.
     """
-    found = each_objective_example(
+    examples = each_objective_example(
         records_of(lines), tokenizer, schema=schema, max_sequence_length=max_sequence_length
     )
-    return collected(found, report)
+    return collected(examples, report)
 
 
 def needs_tokenizer(objective: str) -> bool:
@@ -86,18 +86,18 @@ def each_training_example(
     """
     if (kind := objective_class(objective)) is None:
         assert tokenizer is not None
-        found = each_example(
+        examples = each_example(
             records, tokenizer, max_sequence_length=max_sequence_length, end_tokens=end_tokens
         )
     else:
-        found = each_objective_example(
+        examples = each_objective_example(
             records,
             tokenizer,
             schema=kind.schema,
             max_sequence_length=max_sequence_length,
             end_tokens=end_tokens,
         )
-    for place, example in found:
+    for place, example in examples:
         if vocab_size is None or isinstance(example, DataError) or max(example.tokens) < vocab_size:
             yield place, example
         else:
@@ -130,11 +130,11 @@ def _with_others(
     section 4.1).
     """
     answers = list[tuple[str, tuple[Pieces, bool]]]()
-    for place, found in each_read(records, lambda given: _labelled(reader, given)):
-        if isinstance(found, DataError):
-            yield place, found
+    for place, answer in each_read(records, lambda given: _labelled(reader, given)):
+        if isinstance(answer, DataError):
+            yield place, answer
         else:
-            answers.append((place, found))
+            answers.append((place, answer))
 
     def joined(index: int) -> Example:
         (own, label), (other, _) = answers[index][1], answers[(index + 1) % len(answers)][1]

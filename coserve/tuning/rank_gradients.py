@@ -40,9 +40,9 @@ class RankGradients:
         may differ in their last bits from process to process, and masters that differ would drift
         apart.
         """
-        found, group = dict(gradients), self._group
+        whole, group = dict(gradients), self._group
         if group.size == 1:
-            return found
+            return whole
         brought = {
             name: part
             for name in gradients
@@ -52,10 +52,10 @@ class RankGradients:
         for name, total in zip(brought, sums, strict=True):
             state = self._states.get(name, WHOLE)
             if isinstance(state, Cut):
-                state.put_copied(found[name], total, group.rank)
+                state.put_copied(whole[name], total, group.rank)
             else:
-                found[name] = total
-        return found
+                whole[name] = total
+        return whole
 
     def _part(self, name: str, gradient: Tensor) -> Tensor | None:
         """Return the term that this rank adds to a sum over all ranks; None for a gradient that is

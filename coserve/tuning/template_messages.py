@@ -121,9 +121,9 @@ def _template_call(
             raise
         return {**call, "function": {**function, "arguments": _broken(function["arguments"], form)}}
     if form.arguments_as_text:
-        given = function["arguments"]
+        text = function["arguments"]
         arguments = (
-            given if isinstance(given, str) and given else json.dumps(arguments, ensure_ascii=False)
+            text if isinstance(text, str) and text else json.dumps(arguments, ensure_ascii=False)
         )
     return {**call, "function": {**function, "arguments": arguments}}
 

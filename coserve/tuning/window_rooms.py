@@ -177,9 +177,9 @@ class WindowRoom:
             in_place: Whether the room's tensors have a row for each of the pack's.
         """
         most_rows = self.size.keys if in_place else self.size.rows
-        made = self._backend.row_copies(tensors, in_place=in_place, most_rows=most_rows)
-        assert made is not None, "a backend that captures"
-        return made
+        copies = self._backend.row_copies(tensors, in_place=in_place, most_rows=most_rows)
+        assert copies is not None, "a backend that captures"
+        return copies
 
     def sums(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors for sums of these shapes, which are the same for all blocks of a

@@ -53,8 +53,8 @@ def _line(record: _Record) -> Line:
 
 def _alpaca(record: _Record) -> tuple[str, str]:
     """Return a record by Stanford Alpaca's templates, without their first sentences."""
-    given = f"\n\n### Input:\n{record['input']}" if record.get("input") else ""
-    return f"### Instruction:\n{record['instruction']}{given}\n\n### Response:\n", str(
+    more = f"\n\n### Input:\n{record['input']}" if record.get("input") else ""
+    return f"### Instruction:\n{record['instruction']}{more}\n\n### Response:\n", str(
         record["output"]
     )
 
@@ -126,10 +126,10 @@ def _class(label: Any, number: int) -> int:
     Raises:
         DataError: The label is of a test set, which has -1, or of another set.
     """
-    found = int(label)
-    if not 0 <= found < number:
-        raise DataError(f"has the label {found}: must be 0 to {number - 1}")
-    return found
+    index = int(label)
+    if not 0 <= index < number:
+        raise DataError(f"has the label {index}: must be 0 to {number - 1}")
+    return index
 
 
 # Of what follows, and of what does not.

@@ -41,7 +41,7 @@ class Lesson:
         """
         right: list[str] = [line["messages"][-1]["content"] for line in self.held_out]
         return sum(
-            given.strip() == wanted for given, wanted in zip(answers, right, strict=True)
+            answer.strip() == wanted for answer, wanted in zip(answers, right, strict=True)
         ) / len(right)
 
 

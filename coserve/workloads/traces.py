@@ -88,9 +88,9 @@ def read_trace(path: str | Path, *, where: Mapping[str, str] | None = None) -> l
         try:
             at_s, prompt, output = _seconds(row[0]), _tokens(row[1]), _tokens(row[2])
         except ValueError:
-            given = ", ".join(row[:3])
+            cells = ", ".join(row[:3])
             raise DataError(
-                f"{path}, line {number}: {given} are no seconds and numbers of tokens"
+                f"{path}, line {number}: {cells} are no seconds and numbers of tokens"
             ) from None
         if prompt and output:
             requests.append(

@@ -48,8 +48,8 @@ def objective_class(name: str) -> "type[Objective] | None":
 def _class(name: str) -> "type[Objective]":
     from coserve.tuning.objectives.base import Objective
 
-    found: type[Objective] = variant_class(__name__, name, Objective)
-    return found
+    objective: type[Objective] = variant_class(__name__, name, Objective)
+    return objective
 
 
 def make_objective(name: str, settings: Mapping[str, Any]) -> "Objective | None":
@@ -58,13 +58,13 @@ def make_objective(name: str, settings: Mapping[str, Any]) -> "Objective | None"
     Raises:
         ValueError: There is no such objective or setting, or a value is out of its range.
     """
-    found = objective_class(name)
-    known = [] if found is None else [each.name for each in fields(found)]
+    kind = objective_class(name)
+    known = [] if kind is None else [each.name for each in fields(kind)]
     if unknown := [each for each in settings if each not in known]:
         raise ValueError(
             f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}"
         )
-    return None if found is None else found(**settings)
+    return None if kind is None else kind(**settings)
 
 
 def check_trains(name: str, config: "AdapterConfig", *, trains_head: bool) -> None:
@@ -76,10 +76,10 @@ def check_trains(name: str, config: "AdapterConfig", *, trains_head: bool) -> No
     Raises:
         AdapterError: An objective over sequences cannot train it.
     """
-    found = objective_class(name)
-    if found is None:
+    kind = objective_class(name)
+    if kind is None:
         return
-    if config.is_model and found.needs_reference:
+    if config.is_model and kind.needs_reference:
         raise AdapterError(
             f"{name} compares with the model as it was, and full fine-tuning changes it: use an "
             f"adapter"
