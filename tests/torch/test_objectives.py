@@ -32,7 +32,7 @@ LABELS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 
 
 def row_logprobs(model: Any, sequences: Any) -> list[Tensor]:
-    """Of the trained tokens of each sequence."""
+    """Return the log-probabilities of the trained tokens of each sequence."""
     found = []
     for ids, trained in sequences:
         logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)

@@ -47,14 +47,16 @@ def _profile(num_units: int = 1) -> Profile:
 
 
 class Outcome(NamedTuple):
-    """tuning: tokens trained per second. attained: share of the requests whose SLO was held. tpot,
-    ttft: of the 99th of 100 requests, in units of the SLO.
-    """
+    """The result of a simulated load."""
 
     tuning: float
+    """Tokens trained per second."""
     attained: float
+    """Share of the requests whose SLO was held."""
     tpot: float
+    """TPOT of the 99th of 100 requests, in units of the SLO."""
     ttft: float
+    """TTFT of the 99th of 100 requests, in units of the SLO."""
 
 
 def arrivals(rate: float) -> list[Arrival]:
@@ -70,8 +72,9 @@ def arrivals(rate: float) -> list[Arrival]:
 
 @cache
 def outcome(policy: str, rate: float = LIGHT, *, num_units: int = 1, **settings: Any) -> Outcome:
-    """What a policy makes of a job and of requests that come at random, on a device of as many
-    units."""
+    """Return the result of a policy with a job and random requests, on a device of as many
+    units.
+    """
     device = ModelledDevice(_backbone(), _profile(num_units), num_pages=16_000)
     config = EngineConfig(policy=policy, policy_settings=settings, ttft_s=5.0)
     engine = TokenEngine(device, LatencyModel(_profile(num_units)), config)
@@ -117,7 +120,7 @@ def test_a_short_interval_breaks_slos_that_a_long_one_holds():
 
 
 def test_a_dynamic_interval_lies_between_the_fixed_ones():
-    """Where no queue forms it is some 80: it trains less than with 64, and holds more SLOs."""
+    """Some 80 where no queue forms: it trains less than with 64, and holds more SLOs."""
     often, dynamic, usual = (
         outcome("temporal-sharing", HEAVY, n=64),
         outcome("dynamic-temporal-sharing", HEAVY),
@@ -164,8 +167,9 @@ def intervals(number: int, *, queue: int, arrivals: int, ends: int) -> list[int]
 
 
 def test_intervals_are_those_of_algorithm_3():
-    """By hand: 64 at first; 1.1 f_p at the next two switches; then (1.35 f + 2 f_p) / 3, at least
-    80, for the next."""
+    """Worked out by hand: 64 at first; 1.1 f_p at the next two switches; then (1.35 f + 2 f_p) / 3,
+    at least 80, for the next.
+    """
     assert [interval_at(p) for p in (0.0, 0.8, 1.4, 2.0, 3.0)] == [
         64,
         64,
@@ -254,7 +258,7 @@ def test_a_partition_that_follows_the_load_trains_more_than_a_fixed_one_and_hold
 def divided(
     policy: str, num_requests: int, *, phase: str = "backward", tpot_s: float = 0.06
 ) -> Plan:
-    """What a policy plans for requests that decode and a job, on a device of ten units."""
+    """Return the plan of a policy for requests that decode and a job, on a device of ten units."""
     requests = [
         make_request(
             f"r{i}",
@@ -341,7 +345,9 @@ def test_harli_trains_beside_decode_steps_that_are_over_before_a_jobs_smallest_p
 
 
 def test_harlis_predictor_errs_by_five_per_cent_at_most():
-    """Its own figure (section 8.4), at batches and contexts between those that it was fitted to."""
+    """The paper's own figure (section 8.4), at batches and contexts between those that it was
+    fitted to.
+    """
     latency, errors = LatencyModel(_profile(10)), []
     for partition in latency.sharing.partitions:
         for batch in (2, 8, 24, 48):

@@ -315,7 +315,7 @@ def test_the_same_view_gives_the_same_plan_and_stays_as_it_was(policy, seen, har
 
 
 def cursor_of(item: JobProgress) -> Cursor:
-    """Where a job's pack is on its way backward."""
+    """Return the cursor of a job's pack on its backward pass."""
     num_parts = item.info.counts.num_parts
     cursor = Cursor(num_rows=item.num_rows, num_trained=1, num_parts=num_parts)
     cursor.advance_forward(item.num_rows)
@@ -527,7 +527,9 @@ def test_prompts_end_before_the_tightest_deadline_by_prediction(seen, hardware, 
 
 def test_the_smallest_piece_of_an_urgent_prompt_fills_a_tile_where_that_costs_little_more_per_row():
     def in_tiles(rows: int) -> float:
-        """Of a step with three other rows: 20 ms for what must be read, and 30 ms a tile."""
+        """Return the seconds of a step with three other rows: 20 ms for what must be read, and 30
+        ms a tile.
+        """
         return 0.02 + 0.03 * -(-(3 + rows) // 16)
 
     def flat(rows: int) -> float:
@@ -554,8 +556,9 @@ def deadlines(request: RequestProgress, *, margin: float) -> Deadlines:
 
 
 def test_the_margin_counts_against_missing_the_slo_alone():
-    """Who has just begun could miss it with the next token; who has saved up some of a TPOT could
-    not."""
+    """A request that has just begun could miss it with the next token; one that has saved up some
+    of a TPOT could not.
+    """
     new = decoding(num_output=1, first_token_s=10.0, last_token_s=10.0, num_left=100)
     assert deadlines(new, margin=0.0).prompts_s == pytest.approx(10.0 + AIMED * 0.4)
     for margin in (0.1, 0.5):
@@ -586,8 +589,9 @@ def test_a_preempted_request_that_is_late_has_its_pace_without_a_margin():
     st.booleans(),
 )
 def test_the_largest_number_that_fits_is_found(least, more, steps, within_s, falls):
-    """To within a sixty-fourth, where seconds never fall; one that fits in any case, if one was
-    found."""
+    """The search is exact to within a sixty-fourth, where seconds never fall; elsewhere it finds
+    one that fits, if any does.
+    """
     most, asked = least + more, []
 
     def seconds(number: int) -> float:
@@ -641,7 +645,7 @@ def test_requests_whose_prompts_take_all_that_they_may_are_not_late_by_what_a_st
 
 
 def missed_at_s(request: RequestProgress) -> float:
-    """When a request would miss its SLO if its next token were its last."""
+    """Return when a request would miss its SLO if its next token were its last."""
     if request.first_token_s is None:
         return request.info.arrival_s + request.info.ttft_s
     return request.first_token_s + request.num_output * request.info.tpot_s
@@ -722,7 +726,9 @@ def test_near_their_slos_requests_leave_jobs_the_more_of_their_pace_the_more_of_
 
 
 def test_near_their_slos_requests_leave_jobs_nothing_until_it_is_known_how_much_of_the_time_they_fill():
-    """In the first seconds of a load that just fills it, what jobs take is never made up for."""
+    """Time that jobs take in the first seconds of a load that just fills it is never made up
+    for.
+    """
     seen = view(decoding(num_output=20, first_token_s=5.0, last_token_s=9.9), job(phase="backward"))
     for need, can_tune in (
         (SloUse(tpot=0.9), False),
@@ -868,7 +874,7 @@ def test_an_infeasible_request_that_has_waited_for_ten_of_its_slos_is_served_fir
 
 
 def test_an_infeasible_request_that_has_waited_for_very_long_gets_a_piece_beside_marginal_ones():
-    """Its smallest one where others can be in time, which the time is for."""
+    """It gets its smallest piece where others can be in time, for whom the time is."""
     latency, lost, timely = (
         make_latency(),
         prompt("lost", 5000, arrival_s=40.0),
@@ -964,7 +970,7 @@ def test_drawing_masks_and_scoring_take_time():
 
 
 def test_backward_work_has_a_limit_so_that_the_rest_is_in_time():
-    """By the clock of the device."""
+    """The limit is by the clock of the device."""
     latency = make_latency()
     request, deadline_s = (
         decoding(num_output=9),
@@ -1128,7 +1134,7 @@ def test_no_forward_pass_has_more_rows_than_allowed():
 
 
 def test_jobs_continue_where_only_small_passes_are_allowed():
-    """As after the device ran out of memory with requests alone."""
+    """So it is after the device ran out of memory with requests alone."""
     made = plan("slack", view(job(), max_rows=3))
     assert rows_of(made, "window") == {"j": 3}
 
@@ -1234,7 +1240,7 @@ def test_crumbs_of_time_are_saved_up_for_the_loss_too():
 
 
 def test_what_costs_much_waits_for_a_while_and_no_longer():
-    """Where there will never be more time, a job gets on all the same."""
+    """A job progresses even where there will never be more time."""
     latency = make_latency()
     alone_s = latency.decode_s(num_requests=1, context=100)
     budget_s = alone_s + 1.01 * latency.loss_s(MIN_WINDOW_ROWS)

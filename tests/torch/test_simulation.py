@@ -95,7 +95,7 @@ def run(
 
 
 def arrival_wait_s(engine: TokenEngine) -> float:
-    """What a request that arrives in an idle moment waits for the step that runs."""
+    """Return how long a request that arrives in an idle moment waits for the current step."""
     return Slack().arrival_wait_s(engine.slo.ttft_s, engine.slo.tpot_s)
 
 
@@ -201,15 +201,23 @@ class Load:
     """A random load on a random device."""
 
     hardware: Hardware
+    """Device."""
     arrivals: list[Arrival]
+    """Requests."""
     noise: float
+    """Relative noise of the device."""
     num_jobs: int
+    """Number of jobs."""
     length: int
+    """Tokens of a training sequence."""
     seed: int
+    """Seed of the load."""
 
 
 def random_load(seed: int, number: int = 120) -> Load:
-    """From a nearly idle device to one that requests alone fill, singly or in bursts."""
+    """Return a load between a nearly idle device and one that requests alone fill, singly or in
+    bursts.
+    """
     rng = Random(seed)
     hardware = rng.choice([CPU, FAST_CPU, GPU])
     profile = make_profile(hardware)
@@ -299,7 +307,7 @@ def test_a_long_prompt_on_an_idle_device_waits_for_one_step_alone():
 
 
 def test_fine_tuning_takes_what_was_banked_up_to_the_slo():
-    """Where there is time, requests are served just in time: that is what jobs live on."""
+    """Where there is time, requests are served just in time: jobs live on that."""
     engine = make_engine(noise=0.05)
     run(engine, poisson(0.3, 300), 330.0)
     tpots = [record.tpot_s / record.slo.tpot_s for record in engine.records if record.tpot_s]
