@@ -52,11 +52,8 @@ class Corrections:
         """Return the factor of a section with this many rows, with or without windows among
         them.
         """
-        kind = (
-            section,
-            (rows - 1).bit_length(),
-            windows,
-        )  # as `size_class`, without a call: asked for in every search
+        # As `size_class`, without a call: every search comes by here.
+        kind = (section, (rows - 1).bit_length(), windows)
         factor = self._known.get(kind)
         if factor is None:
             factor = self._known[kind] = self._factors.of(kind, self.of_section(section))

@@ -89,7 +89,7 @@ class MemoryPlan:
                 return
             if not request.may_start:
                 continue
-            # Those that run will want a page each, soon.
+            # Running requests will need a page each, soon.
             needed = request.num_pages + len(self.requests)
             if self.free + self._given(self.batch) + self._given(self._packs()) >= needed:
                 self._preempt_batch(needed, slots=1)

@@ -11,8 +11,9 @@ MIN_PREFILL_ROWS, MAX_ROW_COST = 64, 1.1
 # size that was slow when first seen, as where memory is touched for the first time, would not be
 # tried again for long.
 CLEARLY = 1.05
-# Where nobody decodes, a prompt may take this many times the time of a step if it ends with it: its
-# last few rows would take as long as a token of all, and an arrival waits for them in either case.
+# Where no request decodes, a prompt may take this many times the time of a step if it ends with it:
+# its last few rows would take as long as a token of all, and an arrival waits for them in either
+# case.
 WHOLE_STRETCH = 1.25
 # Kernels compute rows in tiles of as many; as few fill up one that others have begun.
 TILE_ROWS, MIN_FILLING_ROWS = 16, 4

@@ -25,7 +25,7 @@ _OLD = 2000
 _TRUST_PER_RECORD = 0.995
 # How unsure a linear model is of its first weights.
 _UNSURE = 100.0
-# Of its longest part, what a piece takes at least, whatever the weights say.
+# Minimum time of a piece, as a share of its longest part, whatever the weights.
 _MIN_SHARE = 0.1
 # Rows beyond which a forward pass is bound by computation.
 _MANY = 1024, 2048

@@ -43,7 +43,7 @@ class SharedMemoryPlan(MemoryPlan):
     def __init__(
         self, view: View, shares: Mapping[str, float], max_batch_pages: float = inf
     ) -> None:
-        """Begin with what the view says.
+        """Begin with the view's pages.
 
         Args:
             shares: Share of every tenant that has work.
@@ -75,7 +75,7 @@ class SharedMemoryPlan(MemoryPlan):
                     self._add_batch(request)
                 continue
             victims = self._slot_victims(request)
-            # Those of its tenant that run will want a page each, soon.
+            # Running requests of its tenant will need a page each, soon.
             num_pages = request.num_pages + slots[tenant]
             if victims is None or not self._take_pages(num_pages, victims, takes_own_batch=True):
                 blocked.add(tenant)
@@ -350,7 +350,7 @@ class SharedMemoryPlan(MemoryPlan):
     def _wealth(self, number: int, tenant: str) -> float:
         return number / self._shares[tenant]
 
-    # -- what `MemoryPlan` asks ---------------------------------------------------------
+    # -- hooks of `MemoryPlan` ----------------------------------------------------------
 
     def _packs(self) -> list[JobProgress]:
         """Return packs that may be dropped for the claimant: its own, and those of richer

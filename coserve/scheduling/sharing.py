@@ -85,9 +85,8 @@ class SharingModel:
         """Predict by measurements; None if the device cannot be divided, or was not measured."""
         self._sharing = sharing
         self._shares = {share.units: share for share in sharing.shares} if sharing else {}
-        self._measured: dict[
-            tuple[Partition, Side, int], float
-        ] = {}  # speeds by rows, without corrections
+        # Speeds by rows, without corrections.
+        self._measured: dict[tuple[Partition, Side, int], float] = {}
         self._factors = AgedFactors()  # for a side in general, and of a partition at some rows
         self.partitions: tuple[Partition, ...] = ()
         if sharing is not None:
@@ -166,9 +165,8 @@ class SharingModel:
                 gained.
         """
         best, least = None, 1 / (1 + margin)
-        for partition in (
-            self.partitions if self._sharing is not None and self._sharing.pays else ()
-        ):
+        pays = self._sharing is not None and self._sharing.pays
+        for partition in self.partitions if pays else ():
             speeds = self.speeds(partition, forward_rows=forward_rows, tasklet_rows=tasklet_rows)
             lost_s = (1 - speeds[1]) / speeds[0]
             if lost_s < least and speeds[0] * most_stretch >= 1:
@@ -197,9 +195,7 @@ class SharingModel:
         self._factors.refresh()
 
     def _correction(self, partition: Partition, side: Side, rows: int) -> float:
-        if (
-            not self._factors.num_changes
-        ):  # no step was divided yet: every plan asks for all partitions
+        if not self._factors.num_changes:  # no step was divided yet, as with most plans
             return 1.0
         return self._factors.of(_key(partition, side, rows), self._factors.of(side, 1.0))
 

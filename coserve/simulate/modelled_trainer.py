@@ -33,7 +33,7 @@ class ModelledTrainer:
         """Begin a pack."""
         lengths = [len(tokens) for tokens, _ in command.sequences]
         num_rows = sum(lengths)
-        # The first token of a sequence is nobody's target.
+        # The first token of a sequence is no row's target.
         num_trained = sum(
             [trained.count(True) - trained[:1].count(True) for _, trained in command.sequences]
         )

@@ -31,8 +31,7 @@ _SAMPLE_BYTES_PER_LOGIT, _SCORE_BYTES_PER_LOGIT, _MASK_BYTES_PER_LOGIT = 24, 12,
 # Collectives that leave the sum of whole tensors on every rank; all others move half as much
 # (`Link.gather_s`).
 _SUMS = frozenset({"rank_sum", "rank_copy", "rank_rms_norm"})
-# Of a row, what each rank says of the likeliest token that it has: the logit and the token,
-# float32.
+# Bytes that each rank sends for a row: the logit of its likeliest token, and the token, float32.
 _LIKELIEST_BYTES = 8
 _SHARE_ROWS = (1, 4, 16, 64, 128, 256, 512)
 # Of the tasklets whose traffic forward passes beside them notice.
@@ -272,9 +271,7 @@ class _LinkTimer:
     def _node_s(self, graph: Graph, node: Node, rows: int) -> float:
         """Return what a node takes in a direction in which it moves something."""
         num_bytes = rows * node.operator.moved_bytes_per_row(graph.slot_specs(node), self._dtype)
-        if (
-            node.op == "rank_linear_cross_entropy"
-        ):  # what it says is a rank's part of what all gather
+        if node.op == "rank_linear_cross_entropy":  # its bytes are one rank's part of the gather
             num_bytes *= self._num_ranks
         return self._sum_s(num_bytes) if node.op in _SUMS else self.gather_s(num_bytes)
 

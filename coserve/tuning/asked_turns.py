@@ -149,9 +149,8 @@ class TurnReader:
             DataError: The prompt or the answer cannot be determined.
         """
         header = self._header(messages)
-        if header.opened and _thinks_in_content(
-            messages[-1]
-        ):  # as if the reasoning had come in its own field
+        if header.opened and _thinks_in_content(messages[-1]):
+            # As if the reasoning had come in its own field.
             spoken = {**_without_reasoning(messages[-1]), REASONING[0]: _reasoning(messages[-1])}
             messages = [*messages[:-1], spoken]
         whole = self._whole(messages)
@@ -186,9 +185,8 @@ class TurnReader:
         """Return the answer that follows the prompt, by the text of the whole conversation."""
         if whole.text.startswith(header.prompt):
             answer = whole.after(len(header.prompt))
-            usual = (
-                self._usual_prompt
-            )  # in place of which a template may ask with nothing, after a tool's result
+            # After a tool's result, a template may write nothing in its place.
+            usual = self._usual_prompt
             return answer.after(len(usual)) if usual and answer.text.startswith(usual) else answer
         start = self._start(messages, header, whole.text)
         if start is not None:

@@ -1,8 +1,8 @@
 """Fine-tuning sets, as published, as lines for jobs: Alpaca, GSM8K, SST-2, RTE, OpenBookQA.
 
-A set is told by its fields; files are JSONL, a JSON array, or tables (GLUE's are TSV), plain or
-gzipped. Each record becomes a prompt and a completion, which any tokenizer can take; lines that are
-in the format of jobs already stay as they are.
+A set is recognized by its fields; files are JSONL, a JSON array, or tables (GLUE's are TSV), plain
+or gzipped. Each record becomes a prompt and a completion, which any tokenizer can take; lines that
+are in the format of jobs already stay as they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence

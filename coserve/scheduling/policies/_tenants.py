@@ -249,10 +249,14 @@ def _quantum_s(view: View, latency: LatencyModel, parts: Sequence[_Part], usual_
 
 
 def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float, max_used_s: float) -> None:
-    """Share a quantum out: who needs less than its part gets that part; the others share what is
-    left, corrected by their counters. Who needs less but has been served more than these counts as
-    one of them: what rows really take, and how long steps really last, is not all known beforehand.
-    max_used_s: the largest counter.
+    """Share a quantum out: a tenant that needs less than its part gets that part; the others share
+    what is left, corrected by their counters.
+
+    A tenant that needs less but has been served more than these counts as one of them: the real
+    times of rows and of steps are not all known beforehand.
+
+    Args:
+        max_used_s: Largest counter.
     """
     left_s, share = quantum_s, 1.0
     backlogged: list[_Part] = []

@@ -27,15 +27,16 @@ class Policy(HasSettings, ABC):
 
     kind: ClassVar[str] = "policy"
     """Word for such a variant in messages."""
-    summary: ClassVar[str]  # one line, for help texts
-    # Whether it tells batch work apart; otherwise it sees it among the requests, with its window as
-    # their SLO.
+    summary: ClassVar[str]
+    """One line for help texts."""
     serves_batch: ClassVar[bool] = False
-    # Whether a pack's pass, forward or backward, may run as a whole before anybody else's turn
-    # comes: then who arrives waits the less, the smaller packs are.
+    """Whether it distinguishes batch work; otherwise that is among the requests, with its window as
+    their SLO."""
     runs_whole_passes: ClassVar[bool] = False
-    # Whether whose request is admitted next is decided by what tenants have been served.
+    """Whether a pack's pass, forward or backward, may run as a whole before any other work: then
+    arriving requests wait the less, the smaller packs are."""
     is_fair: ClassVar[bool] = False
+    """Whether the service that tenants have had decides whose request is admitted next."""
 
     @abstractmethod
     def plan(self, view: View, latency: LatencyModel) -> Plan:

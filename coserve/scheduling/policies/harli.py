@@ -99,7 +99,7 @@ def predictor(latency: LatencyModel) -> Predictor:
     return fitted[1]
 
 
-# By what asks in every step: a profile is long, and takes longer to look up than to predict with.
+# By latency model: a profile is long, and takes longer to look up than to predict with.
 _PREDICTORS = WeakKeyDictionary[LatencyModel, tuple[Profile, Predictor]]()
 
 

@@ -1,6 +1,6 @@
 """The default: requests first, then as much fine-tuning as fits before the tightest deadline.
 
-`scheduling.slo.step_budget` says what a step may take: when tokens are due, what prompts need to be
+`scheduling.slo.step_budget` has what a step may take: when tokens are due, what prompts need to be
 in time, and what is left for jobs. Here is the order in which it is given away: rows that decode,
 prompts by their deadlines (infeasible ones last), batch work, jobs.
 
@@ -41,11 +41,11 @@ from coserve.scheduling.slo.step_budget import BudgetSettings, StepBudget
 # served less, or whose pieces are always cheaper, would keep it waiting. 1.5 and 6: within 0.1%
 # with six jobs (benchmarks/slack-constants.md).
 AGED_WAITS = 3.0
-# Beside requests a pack takes about this many times the time that it takes alone. No simulated load
-# tells 1 or 4 from it.
+# Beside requests a pack takes about this many times the time that it takes alone. 1 and 4: the same
+# on all simulated loads.
 PACK_STRETCH = 2.0
-# A request waits for a pack to be done only if it has this many times the time. No simulated load
-# tells 2 or 8 from it.
+# A request waits for a pack to be done only if it has this many times the time. 2 and 8: the
+# same on all simulated loads.
 CAN_WAIT_TIMES = 4.0
 
 
@@ -56,9 +56,9 @@ class Slack(Policy):
     summary: ClassVar[str] = "requests first, jobs in whatever time their SLOs leave over"
     serves_batch: ClassVar[bool] = True
     is_fair: ClassVar[bool] = True
-    # Whether steps are divided among tenants by time; otherwise only the order of requests and jobs
-    # is.
     shares_time: ClassVar[bool] = True
+    """Whether steps are divided among tenants by time; otherwise only the order of requests and
+    jobs is."""
 
     max_gap_tpots: float = setting(
         4.0, "The longest gap between two tokens of a request, in units of its TPOT SLO.", least=1

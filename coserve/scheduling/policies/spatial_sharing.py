@@ -33,7 +33,7 @@ class SpatialSharing(Policy):
         job = next_job(view, memory)
         if job is None:
             return build.build()
-        if not build.num_rows:  # who arrives finds a share of the device at once, or nearly so
+        if not build.num_rows:  # an arriving request has its share of the device almost at once
             build.tune([job], slo_s(view, memory))
             return build.build()
         if view.num_units > 1 and latency.sharing.partitions:

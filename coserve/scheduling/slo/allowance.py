@@ -26,7 +26,7 @@ MARGINAL = 0.97
 # simulated loads is between 0.25 and 1.
 FAR = 0.5
 # Requests near their TPOT may lose this share of their time per token, times u / (1 - u) with u the
-# unfilled time. No simulated load tells 0.125 or 0.5 from it.
+# unfilled time. 0.125 and 0.5: the same on all simulated loads.
 FAR_SHARE = 0.25
 # Near an SLO jobs get less from the first of these shares of filled time on, and nothing above the
 # second. 0.9 and 0.95: × 2.9 and 0.6 points fewer on one load; 0.6 and 0.8: × 0.17 and × 0.84 on
@@ -35,8 +35,8 @@ FILLED = 0.8, 0.9
 # A step of jobs may take no more than this share of what TTFTs have left, in units of what they
 # use. 0.15: × 0.08 in bursts; 0.6: × 1.6.
 WAIT_SHARE_OF_REST = 0.3
-# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them. No
-# simulated load tells 0.75 or 3 from it.
+# Every bank keeps at least this many TPOTs near an SLO, so that a burst of prompts finds them. 0.75
+# and 3: the same on all simulated loads.
 NEAR_RESERVE_TPOTS = 1.5
 # Near an SLO jobs get this much of `least_share`, unless more requests than the second share are
 # late without jobs. 0.01 is the same, 0.04: × 8.8 at the edge. Of the second 0.025: × 0.9 with long

@@ -146,9 +146,8 @@ class _Recent:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
         self._sorted: list[float] = []
-        self._summary: tuple[float, _Summary] | None = (
-            None  # of these times a number, once it was asked for
-        )
+        # The last factor asked for, and the summary of the values multiplied by it.
+        self._summary: tuple[float, _Summary] | None = None
 
     def add(self, now_s: float, share: float) -> None:
         self._summary = None

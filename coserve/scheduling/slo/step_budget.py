@@ -41,8 +41,8 @@ from coserve.scheduling.slo.infeasible import has_waited, is_infeasible
 # bursts.
 URGENT_SHARE = 1 / 3
 # Prompts that would need more than this share, and more than leaves no gap that is noticed, are
-# infeasible. The gap is nearly always the larger bound (benchmarks/slo-edge.md, 2026-11-25): no
-# simulated load tells 0.6 or 0.9 from it.
+# infeasible. The gap is nearly always the larger bound (benchmarks/slo-edge.md, 2026-11-25): 0.6
+# and 0.9 are the same on all simulated loads.
 MAX_SHARE = 0.8
 # A step of two TPOTs is always allowed, up to this share of the TTFT: on a slow device nothing
 # would fit otherwise. 0.25: × 0.85 where the TTFT is short; 1 is the same.
@@ -50,8 +50,8 @@ MAX_ARRIVAL_SHARE = 0.5
 # Below this share of free pages, or of free slots, jobs get less the fewer there are. 0.125 is the
 # same, 0.5: × 0.88 with few slots.
 SCARCE = 0.25
-# A request waits for pages or a slot once it has waited this share of its TTFT. No simulated load
-# tells 0.025 or 0.1 from it.
+# A request waits for pages or a slot once it has waited this share of its TTFT. 0.025 and 0.1: the
+# same on all simulated loads.
 QUEUED_SHARE = 0.05
 
 
@@ -191,7 +191,7 @@ class StepBudget:
         )
 
     def prefill_alone(self, need: PromptsNeed) -> PrefillBudget:
-        """Return the time that prompts may take of a step in which nobody decodes: an arriving
+        """Return the time that prompts may take of a step in which no request decodes: an arriving
         request waits for its end.
         """
         return PrefillBudget(inf if need.share > MAX_ARRIVAL_SHARE else self.arrival_wait_s, True)
@@ -209,7 +209,7 @@ class StepBudget:
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
         seconds = deadlines.prompts_s - now_s
         if need.share > URGENT_SHARE:
-            # At the very pace nobody would catch up.
+            # At the very pace no request would catch up.
             urgent_s = (deadlines.urgent_s - now_s) / late
             seconds = max(seconds, min(begun_s / (1 - min(need.share, need.max_share)), urgent_s))
         if not others_want_time and self.allowance.frees_pace:

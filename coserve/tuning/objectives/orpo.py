@@ -19,7 +19,7 @@ from coserve.tuning.objectives.base import (
 )
 
 # The largest mean log-probability: one less is certain, and its odds are without bounds.
-_MOST = -1e-6
+_MAX_MEAN = -1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Orpo(PairObjective):
         check_number("beta", self.beta, above=0)
 
     def outcome(self, rows: ScoredRows) -> PackLoss:
-        chosen, rejected = halves(rows.means.clamp(max=_MOST))
+        chosen, rejected = halves(rows.means.clamp(max=_MAX_MEAN))
         lengths = halves(rows.lengths)
         margin = _log_odds(chosen) - _log_odds(rejected)
         slope = -self.beta * (-margin).sigmoid()
