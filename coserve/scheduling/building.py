@@ -66,7 +66,7 @@ class PlanBuilder:
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
-        self._decode_share, self._num_decoding = 0.0, 0
+        self._decode_share, self._num_decoding, self._paces = 0.0, 0, 0.0
         self._loss_rows = 0
 
     @property
@@ -135,14 +135,14 @@ class PlanBuilder:
             if len(requests) <= room
             else sorted(requests, key=lambda each: each.last_token_s)[:room]
         )
-        self._load.add_decodes(requests)
+        self._paces += self._load.add_decodes(requests)
         self._rows += [
             PlannedRows(request.id, "decode", request.num_past, 1) for request in requests
         ]
         self._time.forward_s = self._latency.forward_s(self._load)
         self._num_decoding += len(requests)
         self._decode_share = (
-            (self._time.overhead_s + self._time.forward_s) * self._load.paces / self._num_decoding
+            (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
         )
 
     def decode_seconds(self, requests: Sequence[RequestProgress]) -> Callable[[int], float]:

@@ -56,13 +56,13 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
     """Bypasses of windows."""
     windows_apart: int = 0
     """Windows of jobs that prevent a forward pass from running as one call."""
-    paces: float = 0.0
-    """Sum of 1 / TPOT over the requests that decode."""
     versions: set[str] = msgspec.field(default_factory=set)
     """Adapter versions of requests."""
 
-    def add_decodes(self, requests: Sequence[RequestProgress]) -> None:
-        """Add one row of each of many requests that have their next token after it."""
+    def add_decodes(self, requests: Sequence[RequestProgress]) -> float:
+        """Add one row of each of many requests that have their next token after it. Returns the sum
+        of their paces (1 / TPOT), in tokens per second.
+        """
         num_requests, num_past, drawn, masked = len(requests), 0, 0, 0
         paces, versions = 0.0, self.versions
         # Some hundred requests come by in each plan: one loop, with nothing looked up twice.
@@ -83,7 +83,7 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
         self.drawn += drawn
         self.masked += masked
         self.keys += num_requests + num_past
-        self.paces += paces
+        return paces
 
     def add_request(self, request: RequestProgress, rows: int) -> None:
         """Add the next rows of a request."""
