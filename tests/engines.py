@@ -39,9 +39,8 @@ from coserve.memory.tensors.paged_kv import kv_page_bytes
 from coserve.models import Backbone
 from coserve.models.dividing import divided_backbone
 from coserve.scheduling import LatencyModel
-from coserve.scheduling.corrections import Corrections
+from coserve.scheduling.corrections import Corrections, StepOverhead
 from coserve.scheduling.profile import Profile
-from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning.examples import Example

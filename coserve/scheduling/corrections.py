@@ -1,4 +1,5 @@
-"""Learned errors of predictions: a correction for steps of each kind, and a margin.
+"""Learned errors of predictions: a correction for steps of each kind, a margin, and the time of
+steps outside their sections.
 
 LLMStation section 4.2 trusts records of what steps took over its model once there are some; here
 records move corrections, which also hold for kinds of step that were seen long ago, or never.
@@ -11,13 +12,19 @@ from dataclasses import replace
 from coserve.scheduling.aged_factors import AgedFactors, bounded, size_class
 from coserve.scheduling.profile import Curve, Profile
 
-# Weight of the first step of its kind: half of the way from what was believed.
+# Weight of the first step of its kind: half of the way from the expected value.
 _FIRST_WEIGHT = 0.5
 # Steps whose errors the margin looks at.
 _NUM_ERRORS = 256
 _NUM_STEPS_PER_MARGIN = 16
 _MARGIN_QUANTILE = 0.95
 _MIN_MARGIN, _MAX_MARGIN = 0.02, 0.5
+
+# Weight of the newest step in an overhead.
+_OVERHEAD_WEIGHT = 0.1
+# By how much an overhead may exceed the expected one, as a factor and in seconds, and that of a
+# first step: one that was held up must not count far.
+_MAX_RATIO, _MAX_MORE_S, _MAX_FIRST_OVERHEAD_S = 2.0, 1e-4, 5e-3
 
 # A profile is to be corrected once steps have taken this much more or less than it says, after as
 # many steps.
@@ -155,3 +162,26 @@ class Corrections:
             s_per_parameter=profile.s_per_parameter * by["update"],
             update_s=profile.update_s * by["update"],
         )
+
+
+class StepOverhead:
+    """Learned time of steps outside their sections: the host's part, before a device begins and
+    after it is done; for steps in which packs begin, and for others. No clock, no I/O.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, float] = {}
+
+    def seconds(self, *, begins: bool) -> float:
+        """Return the overhead of a step in which packs begin, or of another; before one was seen,
+        the other steps'.
+        """
+        return self._seconds.get(begins, self._seconds.get(False, 0.0))
+
+    def observe(self, seconds: float, *, begins: bool) -> None:
+        """Learn from the overhead of a step."""
+        believed, seconds = self.seconds(begins=begins), max(0.0, seconds)
+        is_first = begins not in self._seconds
+        most_s = _MAX_FIRST_OVERHEAD_S if is_first else _MAX_RATIO * believed + _MAX_MORE_S
+        weight = _FIRST_WEIGHT if is_first else _OVERHEAD_WEIGHT
+        self._seconds[begins] = believed + weight * (min(seconds, most_s) - believed)

@@ -14,12 +14,11 @@ from math import inf
 import msgspec
 from msgspec import structs
 
-from coserve.scheduling.corrections import Corrections
+from coserve.scheduling.corrections import Corrections, StepOverhead
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.plan import JobProgress, RequestInfo, RequestProgress
 from coserve.scheduling.profile import Profile, seconds_at
 from coserve.scheduling.sharing import SharingModel
-from coserve.scheduling.step_overhead import StepOverhead
 
 # Answers that follow from the profile alone, and are kept.
 _MAX_REMEMBERED = 256

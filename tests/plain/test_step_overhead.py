@@ -2,7 +2,7 @@
 
 import pytest
 
-from coserve.scheduling.step_overhead import StepOverhead
+from coserve.scheduling.corrections import StepOverhead
 from coserve.scheduling.step_time import StepTime
 
 

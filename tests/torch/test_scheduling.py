@@ -33,7 +33,7 @@ from coserve.scheduling import (
     policy_names,
 )
 from coserve.scheduling.building import GOOD_ROWS, LOSS_ROWS_STEP, MIN_WINDOW_ROWS, PlanBuilder
-from coserve.scheduling.corrections import Corrections
+from coserve.scheduling.corrections import Corrections, StepOverhead
 from coserve.scheduling.counts import JobCounts
 from coserve.scheduling.latency import ForwardLoad
 from coserve.scheduling.pieces import (
@@ -56,7 +56,6 @@ from coserve.scheduling.slo.deadlines import (
 )
 from coserve.scheduling.slo.deadlines import due_at_s as deadlines_due_at_s
 from coserve.scheduling.slo.step_budget import MAX_SHARE
-from coserve.scheduling.step_overhead import StepOverhead
 from coserve.simulate.hardware import Hardware
 from coserve.simulate.roofline import roofline_profile
 from coserve.tuning import training_programs
