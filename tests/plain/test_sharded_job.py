@@ -277,7 +277,7 @@ def driven(job: Divided) -> list[Action]:
     return actions
 
 
-REST = ["await starts", "pause first", "pause others"]
+REST = ["await starts", "pause first", "await reports", "pause others"]
 
 
 def test_a_job_rests_with_the_checkpoint_of_its_first_shard_and_runs_again():
@@ -292,17 +292,10 @@ def test_other_shards_rest_when_they_have_come_as_far_as_the_first_ones_checkpoi
     job.after("await starts", "pause first")
     assert job.report(0, event("step", 1)) == []
     assert job.report(0, Checkpointed(job="j.a.0", step=1, directory="/c", listed=False)) == []
-    assert job.planned() == "await reports"
+    assert job.planned() == "await reports" and job.state.is_holding
     assert len(job.report(1, event("step", 1))) == 2
-    assert job.planned() == "pause others"
-
-
-def test_a_job_rests_without_those_that_do_not_come_as_far_in_time():
-    job = Divided(2).started().after(ChangeRequested(desired="rest"))
-    job.after("await starts", "pause first")
-    job.report(0, event("step", 1))
-    job.report(0, Checkpointed(job="j.a.0", step=1, directory="/c", listed=False))
-    assert driven(job) == ["await reports", "pause others"]
+    assert not job.state.is_holding
+    assert job.after("await reports").planned() == "pause others"
 
 
 def test_shards_that_get_a_node_while_a_job_comes_to_rest_are_started_before_they_are_paused():

@@ -128,12 +128,8 @@ class ShardedJob:
     """Request that is not done yet."""
     num_started: int = 0
     """Number of shards that have been started, the first ones."""
-    have_begun: bool = False
-    """Whether the starts of shards have been waited for, since this request."""
-    num_paused: int = 0
-    """Number of shards that have been paused, the first ones, since this request."""
-    have_caught_up: bool = False
-    """Whether the reports of shards have been waited for, since this request."""
+    num_done: int = 0
+    """Number of actions that have been done for this request."""
     rests: bool = False
     """Whether the job is paused, or about to be."""
     is_over: bool = False
@@ -209,6 +205,18 @@ class ShardedJob:
 
 # -- the plan -------------------------------------------------------------------------
 
+# All shards rest with the checkpoint of the first one, as far as which the others come before they
+# rest, too. Where that is of the step that all begin at, it takes the place of the one that they
+# read then: so they must have read it.
+_RESTING: tuple[Action, ...] = ("await starts", "pause first", "await reports", "pause others")
+# What is done for a request that the job continues after, in order.
+_ACTIONS: dict[str | None, tuple[Action, ...]] = {
+    None: (),
+    "run": ("resume",),
+    "rest": _RESTING,
+    "move": (*_RESTING, "regroup"),
+}
+
 
 def plan(state: ShardedJob, nodes: Sequence[str | None]) -> Action | None:
     """Return what is to be done next; None: nothing, or only to wait.
@@ -232,25 +240,8 @@ def plan(state: ShardedJob, nodes: Sequence[str | None]) -> Action | None:
     # No two shards go to one node: a shard is started when those before it have theirs.
     if state.num_started < state.num_shards and None not in nodes[: state.num_started]:
         return "start next"
-    if state.requested == "run":
-        return "resume"
-    return None if state.requested is None else _rest(state)
-
-
-def _rest(state: ShardedJob) -> Action | None:
-    """Have all shards rest with the checkpoint of the first one, as far as which the others come
-    before they rest, too. Where that is of the step that all begin at, it takes the place of the
-    one that they read then: so they must have read it.
-    """
-    if not state.have_begun:
-        return "await starts"
-    if not state.num_paused:
-        return "pause first"
-    if state.is_holding and not state.have_caught_up:
-        return "await reports"
-    if state.num_paused < state.num_shards:
-        return "pause others"
-    return "regroup" if state.requested == "move" else None
+    actions = _ACTIONS[state.requested]
+    return actions[state.num_done] if state.num_done < len(actions) else None
 
 
 # -- events ---------------------------------------------------------------------------
@@ -260,8 +251,8 @@ def apply(state: ShardedJob, event: Event) -> ShardedJob:
     """Return the state after an event."""
     match event:
         case ChangeRequested(desired=desired):
-            state = replace(state, have_begun=False, have_caught_up=False, num_paused=0)
-            return replace(state, requested=desired, rests=state.rests and desired != "run")
+            rests = state.rests and desired != "run"
+            return replace(state, requested=desired, num_done=0, rests=rests)
         case RequestClosed():
             return replace(state, requested=None)
         case StartRefused():
@@ -282,20 +273,14 @@ def _done(state: ShardedJob, action: Action) -> ShardedJob:
             return replace(state, due=state.due[1:])
         case "start first" | "start next":
             return replace(state, num_started=state.num_started + 1)
-        case "await starts":
-            return replace(state, have_begun=True, rests=True)
-        case "pause first":
-            return replace(state, num_paused=1)
-        case "await reports":
-            return replace(state, have_caught_up=True)
-        case "pause others":
-            return replace(state, num_paused=state.num_shards)
-        case "resume":
-            return replace(state, requested=None)
         case "cancel":
             return replace(state, is_over=True, has_left=True)
+        case "await starts":
+            return replace(state, num_done=1, rests=True)
         case "leave" | "regroup" | "finish":
             return replace(state, has_left=True)
+        case _:
+            return replace(state, num_done=state.num_done + 1)
 
 
 # -- reports --------------------------------------------------------------------------

@@ -140,26 +140,25 @@ class ShardedJobs:
 
     async def pause_job(self, id: str) -> None:
         """Pause a job."""
-        if (job := self._sharded.get(id)) is None:
-            await self._jobs.pause(id)
-        else:
-            await self._request(job, "rest")
+        await self._request(id, "rest", self._jobs.pause)
 
     async def resume_job(self, id: str) -> None:
         """Resume a job."""
-        if (job := self._sharded.get(id)) is None:
-            await self._jobs.resume(id)
-        else:
-            await self._request(job, "run")
+        await self._request(id, "run", self._jobs.resume)
 
     async def cancel_job(self, id: str) -> None:
         """Cancel a job."""
-        if (job := self._sharded.get(id)) is None:
-            await self._jobs.cancel(id)
-        else:
-            await self._request(job, "end")
+        await self._request(id, "end", self._jobs.cancel)
 
-    async def _request(self, job: _Job, desired: DesiredState | Literal["move"]) -> None:
+    async def _request(
+        self,
+        id: str,
+        desired: DesiredState | Literal["move"],
+        ask_undivided: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        if (job := self._sharded.get(id)) is None:
+            await ask_undivided(id)
+            return
         async with job.turn:
             job.apply(ChangeRequested(desired=desired))
             try:
@@ -168,18 +167,17 @@ class ShardedJobs:
                 job.apply(RequestClosed())
                 self._settle(job)
             if job.state.has_left and desired in ("rest", "run"):
-                raise JobOverError(f"no node has the job {job.id!r}: it is over, or starts again")
+                raise JobOverError(f"no node has the job {id!r}: it is over, or starts again")
 
     # -- nodes that come and go -----------------------------------------------------
 
     async def leave(self, node: ClusterNode) -> None:
         """Have the jobs of a node that drains continue on others."""
-        await asyncio.gather(*map(self._move, {self.job_of(id) for id in self._jobs.on(node)}))
+        jobs = {self.job_of(id) for id in self._jobs.on(node)}
+        await asyncio.gather(*(self._request(id, "move", self._move) for id in jobs))
 
     async def _move(self, id: str) -> None:
-        if (job := self._sharded.get(id)) is not None:
-            await self._request(job, "move")
-        elif not await self._jobs.move(id):
+        if not await self._jobs.move(id):
             self._lost(frozenset({id}))
 
     def grow(self) -> None:
@@ -187,7 +185,7 @@ class ShardedJobs:
         for job in list(self._sharded.values()):
             start, asked = job.state.start, job.state.asked
             if len(job.shards) < self._weights.number(start, asked, len(self._nodes())):
-                self._soon(self._request(job, "move"))
+                self._soon(self._request(job.id, "move", self._move))
 
     def lose(self, node: ClusterNode) -> frozenset[str]:
         """Drop the jobs of a node whose engine has died, and return their ids."""
