@@ -1,5 +1,6 @@
-"""Nodes without engines, machines or Ray: they take what a front says, and say what a test
-wants."""
+"""Nodes without engines, machines or Ray: they take a front's commands, and report what a test
+wants.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -78,7 +79,7 @@ READY = Ready(
 
 
 def make_stats(**settings: Any) -> EngineStats:
-    """Zeros, but for these."""
+    """Return stats of zeros, but for these."""
     names = (
         "num_running",
         "num_waiting",
@@ -105,7 +106,7 @@ def make_stats(**settings: Any) -> EngineStats:
 
 
 def make_step(end_s: float, step_s: float) -> StepRecord:
-    """One that decoded a row."""
+    """Return a step that decoded a row."""
     return StepRecord(
         end_s=end_s,
         step_s=step_s,
@@ -118,7 +119,9 @@ def make_step(end_s: float, step_s: float) -> StepRecord:
 
 
 class ScriptedNode:
-    """Implements `NodeCalls`. It answers calls at once, and requests when the test says so."""
+    """A node that answers calls at once, and requests when the test says so. Implements
+    `NodeCalls`.
+    """
 
     def __init__(
         self,
@@ -221,7 +224,7 @@ class ScriptedNode:
         self._news.set()
 
     def live(self) -> None:
-        """As another process, if it has died."""
+        """Live again, as another process if it had died."""
         self.pid += not self.is_alive
         self.is_alive = True
 
@@ -230,7 +233,7 @@ class ScriptedNode:
 
 
 async def until(question: Callable[[], Any]) -> Any:
-    """Wait for something to be true; what it is."""
+    """Wait until something is true, and return it."""
     until_s = asyncio.get_running_loop().time() + LIMIT_S
     while not (found := question()):
         assert asyncio.get_running_loop().time() < until_s, "it has not come true"
@@ -247,8 +250,15 @@ async def cluster(
     checks: NodeChecks | None = None,
     **settings: float,
 ) -> Any:
-    """A link to them. ready: how many of them are waited for (default: all). weights: see
-    `ClusterScheduler`. settings: of the placement.
+    """Yield a link to nodes.
+
+    Args:
+        nodes: The nodes.
+        placement: Name of the placement.
+        ready: Number of nodes that are waited for (default: all).
+        weights: As in `ClusterScheduler`.
+        checks: Checks of nodes.
+        settings: Settings of the placement.
     """
     found = {f"node-{number}": node for number, node in enumerate(nodes)}
 

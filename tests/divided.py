@@ -1,4 +1,4 @@
-"""Data-parallel jobs in tests: what they are asked for, and what came of them."""
+"""Data-parallel jobs in tests: requests for them, and their results."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -33,7 +33,7 @@ def run(test: Callable[[], Awaitable[Any]]) -> Any:
 async def finished(
     made: World, job: JobRecord, read: Callable[[str], Any] = adapter_in
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Its events, and the parameters in its checkpoints."""
+    """Return a job's events, and the parameters in its checkpoints, when it has succeeded."""
     job = await made.until_over(job.id)
     assert (job.status, job.error) == ("succeeded", None)
     assert steps_of(made.events(job.id)) == list(range(1, job.num_steps + 1))

@@ -36,7 +36,7 @@ class _KilledError(BaseException):
 
 
 class _Socket:
-    """What an `EngineProcess` reads commands from, and sends reports to."""
+    """A socket from which an `EngineProcess` reads commands, and to which it sends reports."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self.commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -126,7 +126,7 @@ class EngineNode(ScriptedNode):
             )
 
     def kill_engine(self) -> None:
-        """With everything that it has not said yet, and what it was told."""
+        """Kill the engine, with its unsent reports and its unread commands."""
         self.commands.clear()
         if self._socket is not None:
             self._socket.is_killed = True
@@ -145,7 +145,8 @@ class EngineNode(ScriptedNode):
         shared = None if self._away is None else self._away.shared
         try:
             with suppress(_KilledError):
-                EngineProcess(engine, socket, shared=shared).run()  # type: ignore[arg-type]  # as much of one as it uses
+                # The socket is as much of one as the process uses.
+                EngineProcess(engine, socket, shared=shared).run()  # type: ignore[arg-type]
         except Exception:
             self.failures.append(traceback.format_exc())
             raise

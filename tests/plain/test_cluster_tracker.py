@@ -1,4 +1,4 @@
-"""What a front makes of what its nodes report."""
+"""Statistics that a front makes of its nodes' reports."""
 
 import dataclasses
 from pathlib import Path

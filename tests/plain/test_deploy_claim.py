@@ -1,5 +1,6 @@
-"""Of commands that would have a cluster serve, one at a time does, also when one of them dies
-meanwhile."""
+"""Claims of a cluster: of commands that would have it serve, one at a time proceeds, also when one
+of them dies.
+"""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from coserve.errors import ClusterError
 
 
 class Keys:
-    """What a cluster keeps, in this process. Implements `ClaimStore`."""
+    """A store of a cluster's keys in this process. Implements `ClaimStore`."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, bytes] = {}

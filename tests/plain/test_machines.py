@@ -1,5 +1,6 @@
-"""What a machine waits for when it joins a cluster and when it leaves, whatever the front and other
-machines do."""
+"""Waits of a machine when it joins a cluster and when it leaves, whatever the front and other
+machines do.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,9 @@ def refused(name: str, machine: str) -> dict[str, Any]:
 
 
 class Front:
-    """Says one thing after the other, the last one again and again. drained: names, by call."""
+    """A front that returns one state after the other, the last one again and again. `drained` has
+    the names, by call.
+    """
 
     def __init__(self, *said: Sequence[dict[str, Any]] | Exception, drain_s: float = 5.0) -> None:
         self._said, self._drain_s = list(said), drain_s
@@ -50,7 +53,7 @@ class Front:
         self.draining |= {*names}
 
     def ready(self, machine: str | None, number: int, limit_s: float = 20.0) -> int | None:
-        """What is waited for when a machine joins."""
+        """Wait for a machine's nodes as when it joins."""
         return wait_for_nodes(self, machine, lambda: number, lambda: False, limit_s)
 
 

@@ -1,4 +1,4 @@
-"""What nodes of a cluster take of Ray's resources, with one rank and with several."""
+"""Ray's resources that nodes of a cluster take, with one rank and with several."""
 
 import pytest
 

@@ -43,7 +43,9 @@ def after(*events: Event, **start: Any) -> PlacedJob:
 
 
 def driven(state: PlacedJob, node: Any = OTHER) -> tuple[PlacedJob, list[Action]]:
-    """The state when there is nothing left to do, and what was done. The queue gives this node."""
+    """Do what the plan says until there is nothing left to do, and return the state and what was
+    done. The queue gives this node.
+    """
     actions = list[Action]()
     while (action := plan(state)) not in (None, "forget"):
         assert action is not None and len(actions) < 10, "the plan comes to its end"

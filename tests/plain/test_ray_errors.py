@@ -1,4 +1,4 @@
-"""What is wrong with Ray is told in one line that says it."""
+"""Errors of Ray, in one line."""
 
 import pytest
 
@@ -34,7 +34,8 @@ def test_of_an_error_the_first_line_or_all_where_that_says_nothing_yet(error: Ex
     ("stderr", "said"),
     [
         (
-            f'Traceback (most recent call last):\n  File "node.py", line 625\nRuntimeError: {MISMATCH}',
+            'Traceback (most recent call last):\n  File "node.py", line 625\n'
+            f"RuntimeError: {MISMATCH}",
             SAID,
         ),
         ("Usage: ray start\n\nError: No such option: --block-all\n", "No such option: --block-all"),

@@ -56,13 +56,13 @@ class Divided:
         return self
 
     def started(self) -> "Divided":
-        """With all shards on nodes of their own."""
+        """Put all shards on nodes of their own."""
         self.nodes = [f"n{number}" for number in range(self.state.num_shards)]
         others: list[Action] = ["start next"] * (self.state.num_shards - 1)
         return self.after("start first", *others)
 
     def due(self) -> list[Action]:
-        """What events call for, which is done now."""
+        """Do what events call for, and return it."""
         actions = list[Action]()
         while isinstance(action := self.planned(), Report | Combine | Discard):
             actions.append(action)
@@ -70,7 +70,7 @@ class Divided:
         return actions
 
     def contribute(self, shard: int, contributed: Contributed) -> dict[int, Combination]:
-        """What nodes are to take in now."""
+        """Return what nodes are to take in after a contribution."""
         actions = self.after(ShardContributed(shard=shard, contributed=contributed)).due()
         self.spent += [
             each for action in actions if isinstance(action, Discard) for each in action.directories
@@ -78,7 +78,7 @@ class Divided:
         return {each.shard: each.combination for each in actions if isinstance(each, Combine)}
 
     def report(self, shard: int, report: JobReport) -> list[JobReport]:
-        """What is reported of the whole job."""
+        """Return what is reported of the whole job after a shard's report."""
         actions = self.after(ShardReported(shard=shard, report=report)).due()
         return [action.report for action in actions if isinstance(action, Report)]
 
@@ -268,7 +268,7 @@ def test_a_job_whose_first_shard_is_refused_leaves_its_nodes():
 
 
 def driven(job: Divided) -> list[Action]:
-    """What is done until there is nothing left to do."""
+    """Do what the plan says until there is nothing left to do, and return it."""
     actions = list[Action]()
     while (action := job.planned()) is not None:
         assert len(actions) < 10, "the plan comes to its end"

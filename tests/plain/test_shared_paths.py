@@ -1,4 +1,4 @@
-"""Whether a node sees by a path what the front sees there."""
+"""Comparison of files between a front and a node."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,10 @@ def test_a_home_is_shared_where_its_newest_probe_is_and_files_can_be_written(tmp
     assert unseen(shared) is None
     assert list(home.iterdir()) == [probe], "what was written to find out is gone"
     home.rename(tmp_path / "elsewhere")
-    missing = f"it does not see --home here as the front does ({probe}: No such file or directory): mount it"
+    missing = (
+        f"it does not see --home here as the front does ({probe}: No such file or directory): "
+        "mount it"
+    )
     assert unseen(shared) == missing
     home.mkdir()  # a directory of that name, of this machine alone
     assert unseen(shared) == missing
@@ -40,9 +43,9 @@ def test_a_home_is_shared_where_its_newest_probe_is_and_files_can_be_written(tmp
 
 def test_a_home_that_can_be_read_alone_is_not_enough(tmp_path: Path):
     why = unseen(SharedPaths(home=str(tmp_path / "none")))
-    assert (
-        why
-        == f"it cannot write {tmp_path}/none (No such file or directory): it must run as a user who may"
+    assert why == (
+        f"it cannot write {tmp_path}/none (No such file or directory): "
+        "it must run as a user who may"
     )
 
 

@@ -50,7 +50,7 @@ async def create(made: ClusterWorld, epochs: int, **extension: Any) -> Any:
 
 
 async def finished(made: ClusterWorld, id: str) -> list[Any]:
-    """Its events."""
+    """Return a job's events when it has succeeded."""
     job = await made.world.until_over(id)
     assert (job.status, job.error) == ("succeeded", None)
     assert steps_of(made.world.events(id)) == list(range(1, job.num_steps + 1)), (

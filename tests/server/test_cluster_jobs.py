@@ -1,4 +1,4 @@
-"""Jobs that wait for a node, and what is asked of them between their placement and their start."""
+"""Jobs that wait for a node, and requests between their placement and their start."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -81,7 +81,9 @@ class Waiting:
 
 @asynccontextmanager
 async def just_placed() -> Any:
-    """On n0. In the end, all that is to be sent has been."""
+    """Yield a job that is placed on n0 and not sent yet. At the end, all that is to be sent has
+    been.
+    """
     made = Waiting()
     await made.jobs.start(make_job("one"))
     made.come("n0")

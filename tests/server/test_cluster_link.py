@@ -154,7 +154,7 @@ def test_a_node_that_dies_is_used_again_when_it_lives():
 
 
 class NodeSlowToDescribe(ScriptedNode):
-    """What asked it how it is, when it died, hears of that only after `is_heard`."""
+    """A node whose calls for its status, made when it died, are answered after `is_heard`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,8 +191,9 @@ def test_what_a_node_says_of_itself_is_of_the_process_that_lives():
 
 
 class NodeSlowWhenBack(ScriptedNode):
-    """What it says of itself when it is back is heard of after `is_heard`, and its engine is used
-    before."""
+    """A node whose status is answered after `is_heard` when it is back, and whose engine is used
+    before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,8 +235,9 @@ def test_a_node_drains_that_was_asked_how_it_is_before_that_and_answers_after_it
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_node_drains_that_came_back_just_before(leaves: bool):
-    """What is known of it is of its old process; by what it is now it has not left since, or has
-    once more."""
+    """The front has the status of the node's old process; the new one has not left since, or has
+    once more.
+    """
 
     async def test() -> None:
         node = NodeSlowToDescribe()
@@ -453,7 +455,7 @@ def test_a_job_is_cancelled_whose_end_was_told_though_its_node_dies_before_the_r
 
 
 def say_succeeded(node: ScriptedNode, directory: str) -> None:
-    """Of the job "one": its last checkpoint, and its end."""
+    """Report the last checkpoint of the job "one", and its end."""
     checkpoint = Checkpointed(job="one", step=9, directory=directory, listed=True)
     end = JobEvent(job="one", kind="succeeded", step=9, now_s=0.0)
     node.say(StepReport(checkpoints=[checkpoint], job_events=[end]))
@@ -520,7 +522,7 @@ def test_what_a_divided_job_has_served_is_there_when_it_has_just_succeeded():
 
 
 class SlowNode(ScriptedNode):
-    """Hears of jobs when the test lets it."""
+    """A node that takes starts of jobs when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -533,7 +535,7 @@ class SlowNode(ScriptedNode):
 
 
 def test_a_divided_job_rests_only_when_all_its_nodes_have_read_what_they_begin_with():
-    """Its first node's checkpoint takes the place of that one, which is removed."""
+    """The first node's checkpoint takes the place of that one, which is removed."""
 
     async def test() -> None:
         nodes = ScriptedNode(), SlowNode()

@@ -1,5 +1,4 @@
-"""What nodes tell reaches the placement, and what it decides reaches them: with nodes that follow a
-script."""
+"""Views of nodes reach the placement, and its decisions reach the nodes: with scripted nodes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -38,7 +37,7 @@ def nodes_of(number: int) -> list[ScriptedNode]:
 
 
 def tell(node: ScriptedNode, **stats: Any) -> None:
-    """A report after a step that has just ended."""
+    """Report a step that has just ended."""
     told = make_stats(**{"num_pages": 1000, "num_pages_for_requests": 1000, **stats})
     node.say(StepReport(steps=[make_step(0.0, 0.01)], stats=told))
 

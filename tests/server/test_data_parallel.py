@@ -80,7 +80,7 @@ class Versions:
         return engine
 
     def found(self) -> dict[int, list[Any]]:
-        """By step: what each engine served under it."""
+        """Return the adapters that engines served, by step."""
         return {
             int(label.name.rpartition("@")[2]): [
                 adapter_in(each) for each in sorted(label.iterdir())

@@ -83,7 +83,7 @@ def test_synchronous_nodes_learn_an_objective_as_one_node_does_from_the_whole_ba
 
 
 def metrics(events: list[Any]) -> dict[tuple[int, str], float]:
-    """Of each step, what does not depend on how long it took."""
+    """Return the metrics of each step that do not depend on how long it took."""
     names = {
         name
         for event in events

@@ -21,7 +21,7 @@ from coserve.server.config import ServerConfig
 
 
 def one_node(config: ServerConfig) -> FindNodes:
-    """As it would be if it had been started for this."""
+    """Return a node with this front's settings."""
     settings = node_settings(config)
     ready = replace(READY, model=config.model)
     found = {"node-0": ScriptedNode(ready, settings=settings_digest(settings))}

@@ -1,5 +1,6 @@
-"""Which nodes a front uses: those that are what it is for, alike, see the same files, and have what
-the others have."""
+"""Joins of nodes: a front uses those with its settings that are alike, see the same files, and have
+what the others have.
+"""
 
 import asyncio
 import logging
@@ -36,7 +37,7 @@ def make_settings(*, model: str = "tiny", dtype: str = "auto", **given: Any) -> 
 
 
 def checks_of(home: Path) -> tuple[str, NodeChecks]:
-    """Of a front that has this home, and the digest of the settings that its nodes have."""
+    """Return the digest of the settings of a front's nodes, and the checks of that front."""
     settings = replace(make_settings(), home=str(home))
     checks = NodeChecks(settings)
     checks.begin()

@@ -1,5 +1,6 @@
-"""What a Ray cluster says that it serves is true when a front has ended, or could not begin;
-without a cluster."""
+"""Announcements of what a Ray cluster serves: they are true when a front has ended, or could not
+begin. Without a cluster.
+"""
 
 import asyncio
 import subprocess

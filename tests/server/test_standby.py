@@ -1,4 +1,4 @@
-"""Of several fronts one answers, and another takes over when it is gone."""
+"""Several fronts: one answers, and another takes over when it is gone."""
 
 import asyncio
 from pathlib import Path

@@ -79,7 +79,7 @@ async def _create(made: Any, kind: str) -> JobRecord:
 
 @cache
 def reference(kind: str) -> dict[str, Any]:
-    """What one node learns, undisturbed."""
+    """Return what one node learns, undisturbed."""
 
     async def learn(home: Path) -> dict[str, Any]:
         async with world(home) as made:
@@ -99,7 +99,7 @@ class SingleEngine:
         self._loaded: set[str] = set()
 
     def answer(self, prompt: int, directory: str | None) -> tuple[int, ...]:
-        """To one of the prompts, by an adapter; None: by the base model."""
+        """Return the answer to one of the prompts, by an adapter; None: by the base model."""
         if directory is not None and directory not in self._loaded:
             self._engine.load_adapter(directory, directory)
             self._loaded.add(directory)
@@ -160,7 +160,7 @@ class ClusterStorm:
             self.broken.append(f"waits for a node that is not wanted any more: {waiting}")
 
     def look(self) -> None:
-        """At what engines and jobs have become, and what clients were told."""
+        """Check engines and jobs after the calm, and the answers that clients got."""
         for name, node in self._made.nodes.items():
             self.broken += [f"an engine of {name} ended: {failure}" for failure in node.failures]
         for id, kind in self._jobs.items():
@@ -210,7 +210,9 @@ class ClusterStorm:
     def _change(
         self, change: Callable[..., Coroutine[Any, Any, Any]], *statuses: str
     ) -> str | None:
-        """Of a job that is one of these, if there is one; others are done meanwhile."""
+        """Begin to change a job with one of these statuses, if there is one; other actions go on
+        meanwhile.
+        """
         jobs = [id for id in self._jobs if self._made.world.job(id).status in statuses]
         if not jobs:
             return None
@@ -227,7 +229,7 @@ class ClusterStorm:
             self.done[f"refused: {type(error).__name__}"] += 1
 
     async def _drain(self) -> None:
-        """More often than not one whose jobs cannot be kept, if there is one: they begin anew."""
+        """Drain a node; more often than not one whose jobs cannot be kept, if there is one."""
         ready = {
             each["name"]: each for each in self._made.link.describe() if each["state"] == "ready"
         }
@@ -260,7 +262,7 @@ class ClusterStorm:
                 return
 
     async def _fill_disk(self) -> None:
-        """Of a node that has jobs, if there is one."""
+        """Fill the disk of a node that has jobs, if there is one."""
         busy = [each["name"] for each in self._made.link.describe() if each["jobs"]]
         self._made.nodes[self._random.choice(busy or list(self._made.nodes))].has_room = False
 
@@ -269,7 +271,9 @@ class ClusterStorm:
             node.has_room = True
 
     async def _ask(self) -> None:
-        """The base model; what a job has made; or what one that is under way has served last."""
+        """Request an answer of the base model, of a job's adapter, or of the newest version of a
+        running job.
+        """
         self._num_asked += 1
         adapter = None
         if self._jobs and self._random.random() < 0.5:
@@ -348,7 +352,7 @@ class ClusterStorm:
 
 
 def run_cluster_storm(seed: int, num_actions: int = NUM_ACTIONS) -> tuple[Counter[str], list[str]]:
-    """What was done how often, and which promises were broken."""
+    """Run a storm, and return the counts of what was done, and the broken promises."""
     for kind in KINDS.keys() - UNREPEATABLE:
         reference(kind)
 
