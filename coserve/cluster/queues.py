@@ -178,7 +178,9 @@ class DeadlineQueue:
             max_defer_s: Time after which a task has waited for long.
             has_room: Returns whether a node may get a task; where none may, no task is looked for.
         """
-        self._slo_times, self._max_defer_s, self._has_room = slo_times, max_defer_s, has_room
+        self._slo_times = slo_times
+        self._max_defer_s = max_defer_s
+        self._has_room = has_room
         self._numbers = count()
         self._requests: dict[str, _Waiting] = {}  # but for batch work
         self._training: dict[str, ClusterTask] = {}

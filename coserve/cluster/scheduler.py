@@ -59,7 +59,8 @@ class _Node:
         return self._view
 
     def use(self, report: NodeView) -> None:
-        self.report, self._view = report, None
+        self.report = report
+        self._view = None
         self._unknown.clear()
 
     def place(self, task: ClusterTask, path: PlannedTask | None) -> None:

@@ -67,7 +67,9 @@ class ClusterLink:
             shared: Where contributions of jobs lie: `ShardedJobs`.
             checks: Checks of nodes before they are used (default: that all are alike).
         """
-        self._home, self._checks, self._scheduler = home, checks or NodeChecks(), scheduler
+        self._home = home
+        self._checks = checks or NodeChecks()
+        self._scheduler = scheduler
         self._nodes = NodeRegistry(find, self, self._checks)
         self._jobs = PlacedJobs(self._scheduler, self._place, self._tell_job)
         self._sharded = ShardedJobs(
@@ -263,7 +265,8 @@ class ClusterLink:
         """Have jobs that no node has any more started again. at_death:
         `EngineAccess.jobs_at_death`.
         """
-        self.jobs_lost, self.jobs_at_death = jobs, at_death
+        self.jobs_lost = jobs
+        self.jobs_at_death = at_death
         for listener in self._listeners:
             listener.engine_gone()
         if self._ready is not None:

@@ -52,7 +52,9 @@ class ClusterRequests:
     """
 
     def __init__(self, scheduler: ClusterScheduler, jobs: PlacedJobs, nodes: NodeRegistry) -> None:
-        self._scheduler, self._jobs, self._nodes = scheduler, jobs, nodes
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._nodes = nodes
         self._requests: dict[str, _Request] = {}
         self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
         # Requests that wait for what only a job has, and the nodes that do not have it.

@@ -38,7 +38,8 @@ class ChangedWeights:
     def begin(self, job: JobStart) -> None:
         """Note that a job starts or restarts; from now on engines may have its weights."""
         if job.changes_model:
-            self._by, self._is_over = job, False
+            self._by = job
+            self._is_over = False
 
     def keep(self, job: JobStart, directory: str | None) -> None:
         """Note that a job has succeeded: the cluster serves its weights, which lie in this

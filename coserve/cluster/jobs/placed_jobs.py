@@ -75,7 +75,9 @@ class PlacedJobs:
             place: Places what waits; calls `assigned` for each job that gets a node.
             failed: Called with the failure of a job that its node has refused late.
         """
-        self._scheduler, self._place, self._failed = scheduler, place, failed
+        self._scheduler = scheduler
+        self._place = place
+        self._failed = failed
         self._jobs: dict[str, _Job] = {}
         self._trained: dict[str, AdapterRef] = {}  # by name, the oldest first
         self._starts: set[asyncio.Task[None]] = set()

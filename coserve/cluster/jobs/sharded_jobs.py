@@ -100,7 +100,10 @@ class ShardedJobs:
             lost: Called with the ids of jobs that no node has any more.
             shared: Where contributions lie (default: on a disk that nodes share).
         """
-        self._jobs, self._nodes, self._report, self._lost = jobs, nodes, report, lost
+        self._jobs = jobs
+        self._nodes = nodes
+        self._report = report
+        self._lost = lost
         self._shared = shared or SharedFiles()
         self._weights = ChangedWeights()
         self._sharded: dict[str, _Job] = {}

@@ -26,7 +26,8 @@ class ClusterAdapters:
             nodes: Returns the nodes that are used.
             most: Number of adapters that stay on a device.
         """
-        self._nodes, self._most = nodes, most
+        self._nodes = nodes
+        self._most = most
         self._refs: dict[str, AdapterRef] = {}
         self._news = asyncio.Event()
 

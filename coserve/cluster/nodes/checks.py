@@ -44,7 +44,8 @@ class NodeChecks:
             settings: Settings that all nodes are to have; None: any.
             renew: Replaces the node of a name by one with these settings.
         """
-        self._settings, self._renew = settings, renew
+        self._settings = settings
+        self._renew = renew
         self._digest = None if settings is None else settings_digest(settings)
         self._renewed: set[str] = set()
         self._probe: Path | None = None

@@ -36,13 +36,16 @@ class NodeConnection:
     """Connection to one node. Belongs to one event loop; implements `EngineHost`."""
 
     def __init__(self, name: str, calls: NodeCalls, owner: EngineOwner) -> None:
-        self._name, self._calls, self._owner = name, calls, owner
+        self._name = name
+        self._calls = calls
+        self._owner = owner
         self._commands: list[bytes] = []
         self._has_commands = asyncio.Event()
         self._closing = False
         self._session: str | None = None
         self._seen = 0  # reports of the session that have been taken in
-        self._heard_s, self._silent_s = time.monotonic(), 0.0
+        self._heard_s = time.monotonic()
+        self._silent_s = 0.0
         self._offset_s = float("inf")  # from the node's clock to this one
         self.jobs_at_death: tuple[str, ...] | None = ()
         """See `EngineHost`."""
@@ -97,7 +100,8 @@ class NodeConnection:
         session = uuid4().hex
         self.jobs_at_death = ()
         await asyncio.wait_for(self._calls.attach(session), _LIMIT_S)
-        self._session, self._seen = session, 0
+        self._session = session
+        self._seen = 0
         self._heard_s, self._offset_s = time.monotonic(), float("inf")
         tasks = [
             asyncio.create_task(self._send_all(session)),

@@ -37,7 +37,9 @@ class NodeJoins:
             adapters: Adapters that a node needs.
             checks: Checks that a node has to pass.
         """
-        self._changed_by, self._adapters, self._checks = changed_by, adapters, checks
+        self._changed_by = changed_by
+        self._adapters = adapters
+        self._checks = checks
         self._taking: dict[str, asyncio.Task[None]] = {}  # by node
 
     def admit(self, node: ClusterNode, use: Callable[[], None]) -> None:

@@ -240,7 +240,9 @@ class NodeServer:
 
     def take_report(self, report: Any) -> None:
         if isinstance(report, Ready):
-            self._ready, self._is_fresh, self._failure = report, True, None
+            self._ready = report
+            self._is_fresh = True
+            self._failure = None
         if not isinstance(report, Pong):
             self._put(report if self._paths is None else self._paths.there(report))
 

@@ -26,7 +26,8 @@ class NodePaths:
     """Paths of a front's home and of a node's."""
 
     def __init__(self, front: Path, node: Path) -> None:
-        self._front, self._node = front / _SHARED, node / _SHARED
+        self._front = front / _SHARED
+        self._node = node / _SHARED
 
     def here(self, command: Any) -> Any:
         """Return a command of the front with paths of this node."""

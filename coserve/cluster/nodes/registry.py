@@ -91,7 +91,8 @@ class ClusterNode:
     def drain(self) -> None:
         """Begin to drain; no error if the node drains already."""
         if not self.is_draining:
-            self.is_draining, self.draining_engine = True, self.num_engines
+            self.is_draining = True
+            self.draining_engine = self.num_engines
             is_known = self.status is not None and self.status_of == self.num_engines
             self.draining_process = _process_of(self.status) if is_known else None
 
@@ -154,7 +155,9 @@ class NodeRegistry:
     """All nodes that a front has found. Belongs to one event loop."""
 
     def __init__(self, find_nodes: FindNodes, owner: NodesOwner, checks: NodeChecks) -> None:
-        self._find_nodes, self._owner, self._checks = find_nodes, owner, checks
+        self._find_nodes = find_nodes
+        self._owner = owner
+        self._checks = checks
         self._nodes: dict[str, ClusterNode] = {}
 
     def all(self) -> list[ClusterNode]:

@@ -37,7 +37,9 @@ class NodeTracker:
 
     def __init__(self, name: str, ready: Ready, profile: NodeProfile) -> None:
         """Begin without steps. profile: `coserve.cluster.nodes.profiler.profile_of`."""
-        self.name, self.ready, self.profile = name, ready, profile
+        self.name = name
+        self.ready = ready
+        self.profile = profile
         self.prefixes = SentPrefixes(ready.num_pages)
         self.stats: EngineStats | None = None
         self.adapters: set[str] = set()

@@ -70,10 +70,14 @@ class DeployClaim:
             clock: Returns the time in seconds.
             sleep: Waits for some seconds.
         """
-        self._store, self._at_once, self._waiting = store, at_once, waiting
-        self._clock, self._sleep = clock, sleep
+        self._store = store
+        self._at_once = at_once
+        self._waiting = waiting
+        self._clock = clock
+        self._sleep = sleep
         self._own: bytes | None = None
-        self._name, self._num_beats = secrets.token_hex(8), 0
+        self._name = secrets.token_hex(8)
+        self._num_beats = 0
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat_on, daemon=True)
 

@@ -90,11 +90,13 @@ class RayNodes:
         """Begin without actors. uses_gpu: each rank of a node needs one of Ray's GPUs, if there are
         any.
         """
-        self._settings, self._uses_gpu = msgspec.msgpack.encode(settings), uses_gpu
+        self._settings = msgspec.msgpack.encode(settings)
+        self._uses_gpu = uses_gpu
         self._engine = settings.engine
         self._found: dict[str, RayNode] = {}
         self._made_s: dict[str, float] = {}
-        self._counted_s, self._has_warned = float("-inf"), False
+        self._counted_s = float("-inf")
+        self._has_warned = False
 
     async def find(self) -> dict[str, NodeCalls]:
         """Return all nodes by name: a `FindNodes`.
