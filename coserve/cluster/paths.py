@@ -51,19 +51,21 @@ def plan_path(
     paths = (*node.queue, *after)
     training = [] if profile.training_yields else [path for path in paths if path.backward_end_s]
     forward_s = profile.forward.seconds(task.num_tokens - num_cached, task.batch_size)
-    before, held, end_s = (
-        [after[-1] if after else node.last],
-        list[PlannedTask](),
-        max(now_s, task.arrival_s),
-    )
+    # Tasks after whose forward passes this one's may begin, and training tasks that it may pass.
+    before = [after[-1] if after else node.last]
+    held: list[PlannedTask] = []
+    end_s = max(now_s, task.arrival_s)
     if node.training_in_flight is not None and training:
         if not task.trains:
+            # Training that has not begun may be passed by requests.
             held = [path for path in training if path.forward_start_s[0] > now_s]
         elif len(training) >= node.training_in_flight:
+            # Training waits until one of the tasks in flight has ended.
             end_s = max(end_s, training[-node.training_in_flight].end_s)
         last_request = next((path for path in reversed(paths) if not path.backward_end_s), None)
         before = [last_request, *training[: len(training) - len(held)][-1:]]
-    starts_s, ends_s, idleness_s = [], [], 0.0
+    starts_s, ends_s = [], []
+    idleness_s = 0.0
     for stage in range(node.num_stages):
         # A node that has run nothing makes no earlier time unusable.
         previous_s = max(
@@ -71,12 +73,13 @@ def plan_path(
         )
         start_s = max(end_s, previous_s)
         end_s = start_s + forward_s
+        # Time within the gap after the previous forward pass in which other passes run: not idle.
         offset_s = 0.0
         for pass_start_s, pass_end_s in _passes(stage, training, held):
             if end_s <= pass_start_s:
-                break
+                break  # it fits before this pass
             if pass_end_s <= previous_s:
-                continue
+                continue  # this pass is over before it could begin
             start_s = max(start_s, pass_end_s)
             end_s = start_s + forward_s
             if previous_s <= pass_start_s:

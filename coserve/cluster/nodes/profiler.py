@@ -173,11 +173,12 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
     # Columns are scaled, so that lengths and their squares are of one size.
     scale = [max(abs(row[index]) for row in rows) or 1.0 for index in range(size)]
     scaled = [[value / by for value, by in zip(row, scale, strict=True)] for row in rows]
-    table = [
-        [sum(row[i] * row[j] for row in scaled) for j in range(size)]
-        + [sum(row[i] for row in scaled)]
-        for i in range(size)
-    ]
+    # The normal equations; the last column is their right-hand side.
+    table = []
+    for i in range(size):
+        products = [sum(row[i] * row[j] for row in scaled) for j in range(size)]
+        table.append([*products, sum(row[i] for row in scaled)])
+    # Gauss-Jordan elimination.
     for i in range(size):
         if abs(table[i][i]) < 1e-12:
             return None
