@@ -121,7 +121,7 @@ def test_nobody_without_the_token_can_have_it_do_anything(tmp_path: Path):
             assert said.returncode == 1 and "Traceback" not in said.stderr
             last = said.stderr.splitlines()[-1]  # after Ray's own words
             assert (
-                f"asks for a token, and this machine has another or none: copy {TOKEN_FILE} from"
+                f"needs a token, and this machine has another or none: copy {TOKEN_FILE} from"
                 in last
             )
         own = subprocess.run(

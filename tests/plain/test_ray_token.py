@@ -78,7 +78,7 @@ def test_tokens_can_be_turned_off_where_nobody_else_reaches_the_cluster(
 
 def test_what_a_machine_needs_is_said(home: Path):
     said = str(refused("192.0.2.7:6379"))
-    assert "192.0.2.7:6379 asks for a token" in said and str(home / TOKEN_FILE) in said
+    assert "192.0.2.7:6379 needs a token" in said and str(home / TOKEN_FILE) in said
 
 
 def test_a_home_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

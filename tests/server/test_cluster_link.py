@@ -424,7 +424,7 @@ def test_what_is_asked_of_a_live_job_that_is_lost_ends_with_an_error():
             for stream in (sent, waiting[0], link.open([of_live_job("c")])):
                 with pytest.raises(
                     EngineGoneError,
-                    match="job that makes ft:one begins anew, or is over; ask again",
+                    match="job that trains ft:one is restarting, or is over; ask again",
                 ):
                     await read(stream)
             assert link.num_open == 0
@@ -490,7 +490,7 @@ def test_who_asks_for_what_a_live_job_has_served_when_that_has_just_succeeded_ge
             )
             await until(lambda: len(heard.events) == 2)
             with pytest.raises(
-                EngineGoneError, match="job that makes ft:one begins anew, or is over; ask again"
+                EngineGoneError, match="job that trains ft:one is restarting, or is over; ask again"
             ):
                 await read(link.open([of_live_job("failed")]))
 

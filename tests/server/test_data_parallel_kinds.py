@@ -280,7 +280,7 @@ def test_an_engine_that_cannot_have_what_the_job_has_made_is_not_used_and_says_w
             await made.until(lambda: made.link.describe()[1]["refused"])
             why = made.link.describe()[1]["refused"]
             assert why.startswith("it has the weights that the model came with, job ftjob-")
-            assert f"and what it made ({job.name}) cannot be had here: " in why
+            assert f"and what it made ({job.name}) cannot be loaded here: " in why
             assert made.num_ready() == 2
 
     run(test)

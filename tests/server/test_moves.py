@@ -35,7 +35,7 @@ NUM_TOKENS, NUM_CLIENTS = 12, 6
 KINDS = ("base", "done", "version", "live")
 LOST = re.compile(
     r"the node node-\d was lost after \d+ tokens of this answer; ask again"
-    r"|the job that makes \S+ begins anew, or is over; ask again"
+    r"|the job that trains \S+ is restarting, or is over; ask again"
 )
 # Quick to learn, so that versions answer differently.
 SETTINGS: dict[str, Any] = {

@@ -35,7 +35,7 @@ PROMPTS = prompts_of([3, 9, 17])
 TOLERANCE = 1e-4
 LOST = re.compile(
     r"the node node-\d was lost after \d+ tokens of this answer; ask again"
-    r"|the job that makes \S+ begins anew, or is over; ask again"
+    r"|the job that trains \S+ is restarting, or is over; ask again"
     r"|\d+ nodes were lost, one after the other, before this request had a token"
 )
 # How often each is done, beside the others.

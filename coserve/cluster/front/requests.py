@@ -190,7 +190,7 @@ class ClusterRequests:
             elif (trained := self._jobs.trained(adapter.name)) is not None:
                 entry.request = replace(entry.request, adapter=trained)
             else:
-                reason = f"the job that makes {adapter.name} begins anew, or is over; ask again"
+                reason = f"the job that trains {adapter.name} is restarting, or is over; ask again"
                 self._fail(entry.request.id, reason)
                 return
         request = entry.request

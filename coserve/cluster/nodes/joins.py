@@ -67,7 +67,7 @@ class NodeJoins:
                 del self._taking[node.name]
                 return
         except Exception:
-            _log.exception("the node %s cannot be used; it begins anew", node.name)
+            _log.exception("the node %s cannot be used; its engine restarts", node.name)
             await asyncio.sleep(_RETRY_S)
         del self._taking[node.name]
         await node.connection.end(0.0)
@@ -122,5 +122,5 @@ async def _take_weights(node: ClusterNode, job: JobStart) -> None:
         raise ClusterError(
             f"it has the weights that the model came with, job {job.id} has changed those of all "
             f"other nodes, and what "
-            f"it made ({job.name}) cannot be had here: {error}"
+            f"it made ({job.name}) cannot be loaded here: {error}"
         ) from error

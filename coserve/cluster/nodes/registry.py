@@ -256,11 +256,13 @@ class NodeRegistry:
         try:
             await self._checks.renew(node.name)
         except (CoserveError, TimeoutError) as error:
-            self.refuse(node, str(error) or "it cannot be made anew")
+            self.refuse(node, str(error) or "it cannot be replaced")
             return
-        _log.warning("the node %s had the settings of another front, and is made anew", node.name)
+        _log.warning(
+            "the node %s had the settings of another front, and is being replaced", node.name
+        )
         node.problem, node.is_refused = (
-            "it had the settings of another front, and is made anew",
+            "it had the settings of another front, and is being replaced",
             False,
         )
 
@@ -270,7 +272,7 @@ class NodeRegistry:
             problem = await self._checks.unseen(node.calls, home_alone=True)
         except (CoserveError, TimeoutError) as error:
             node.problem, node.is_refused = (
-                str(error) or "it does not say what it sees of the front's files",
+                str(error) or "it does not answer whether it sees the front's files",
                 False,
             )
             return

@@ -82,7 +82,7 @@ def _applications() -> list[str]:
         return list(serve.status().applications)
     except SILENT as error:
         raise FrontSilentError(
-            f"Ray Serve does not say what it runs: {first_line(error)}"
+            f"Ray Serve does not list its applications: {first_line(error)}"
         ) from None
 
 

@@ -111,7 +111,7 @@ def check_http(config: ServerConfig) -> None:
         running = _get_global_client(raise_if_no_controller_running=False)
     except SILENT as error:
         raise FrontSilentError(
-            f"Ray Serve does not say where it listens: {first_line(error)}"
+            f"Ray Serve does not report where it listens: {first_line(error)}"
         ) from None
     if running is None:
         return

@@ -109,9 +109,7 @@ class RayNodes:
             try:
                 await asyncio.to_thread(self._make_missing)
             except RayError as error:
-                raise ClusterError(
-                    f"Ray does not say which devices there are: {first_line(error)}"
-                ) from None
+                raise ClusterError(f"Ray does not list its devices: {first_line(error)}") from None
         return dict(self._found)
 
     async def renew(self, name: str) -> None:
@@ -124,7 +122,7 @@ class RayNodes:
         try:
             node.actor = await asyncio.to_thread(self._make_anew, name, node.actor)
         except RayError as error:
-            raise ClusterError(f"Ray does not make it anew: {first_line(error)}") from None
+            raise ClusterError(f"Ray does not replace it: {first_line(error)}") from None
 
     def _make_anew(self, name: str, old: Any) -> Any:
         ray.kill(old)

@@ -77,7 +77,7 @@ def token_in_use() -> Path | None:
 def refused(address: str) -> ClusterError:
     """Return the error for a cluster that takes no call without its token."""
     return ClusterError(
-        f"the cluster at {address} asks for a token, and this machine has another or none: copy "
+        f"the cluster at {address} needs a token, and this machine has another or none: copy "
         f"{TOKEN_FILE} from the "
         f"home of its first machine to {token_file()}, or have {_PATH} name a file with it"
     )
