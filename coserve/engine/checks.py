@@ -107,18 +107,18 @@ def with_virtual_tokens(
             f"{max_positions} "
             "positions: lower max_sequence_length or num_virtual_tokens"
         )
-    virtual, nothing = tuple(virtual_tokens(number)), (False,) * (number + 1)
-    return [
-        replace(
-            example,
-            tokens=tuple(token for tokens, _ in example.sequences for token in (*virtual, *tokens)),
-            trained=tuple(
-                mark for _, trained in example.sequences for mark in (*nothing, *trained[1:])
-            ),
-            parts=tuple(number + length for length in example.parts),
-        )
-        for example in examples
-    ]
+    return [_with_virtual_tokens(example, number) for example in examples]
+
+
+def _with_virtual_tokens(example: Example, number: int) -> Example:
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for sequence, marks in example.sequences:
+        tokens += [*virtual_tokens(number), *sequence]
+        # The first token of a sequence has no target after the virtual ones, either.
+        trained += [*(False,) * (number + 1), *marks[1:]]
+    parts = tuple(number + length for length in example.parts)
+    return replace(example, tokens=tuple(tokens), trained=tuple(trained), parts=parts)
 
 
 def check_adapter_name(name: str, jobs: Iterable[Job], versions: AdapterVersions) -> None:

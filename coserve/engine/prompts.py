@@ -55,14 +55,11 @@ def end_tokens_of(
     named = [getattr(source.config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     if source.directory is not None:
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            named.append(
-                json.loads((source.directory / "generation_config.json").read_text()).get(
-                    "eos_token_id"
-                )
-            )
-    ids = [
-        one for value in named for one in (value if isinstance(value, list | tuple) else [value])
-    ]
+            text = (source.directory / "generation_config.json").read_text()
+            named.append(json.loads(text).get("eos_token_id"))
+    ids: list[Any] = []
+    for value in named:
+        ids += value if isinstance(value, list | tuple) else [value]
     return frozenset(one for one in ids if isinstance(one, int))
 
 

@@ -354,13 +354,12 @@ class ServedAdapters:
         self._on_disk.move_to_end(name)
         self.make_room()
         if self._num_excess > 0:
-            held = [
-                each
-                for each in self._on_disk
-                if any(v.key not in self._away for v in self.versions.of(each))
-            ]
+            held = [each for each in self._on_disk if self._is_on_device(each)]
             for each in held[: len(held) - self._most]:
                 self.unload(each)
+
+    def _is_on_device(self, name: str) -> bool:
+        return any(version.key not in self._away for version in self.versions.of(name))
 
     def unload(self, name: str) -> None:
         """Withdraw an adapter from new requests; requests that use it run to their end."""

@@ -177,7 +177,8 @@ class TextStream:
     def _could_stop(self, text: str) -> int:
         """Return the length of the longest end of `text` that is the start of a stop string."""
         longest = min(len(text), max(map(len, self._stop), default=0) - 1)
-        return next(
-            (n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)),
-            0,
-        )
+        for length in range(longest, 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0

@@ -147,9 +147,12 @@ def _as_low_rank(bound: BoundBypass, part: int) -> LowRankFactors | None:
 
 # Operators of a bypass of two factors.
 _LOW_RANK = frozenset(
-    (first, *scale, "low_rank")
-    for first in ("low_rank", "dropout_low_rank")
-    for scale in ((), ("scale",))
+    (
+        ("low_rank", "low_rank"),
+        ("low_rank", "scale", "low_rank"),
+        ("dropout_low_rank", "low_rank"),
+        ("dropout_low_rank", "scale", "low_rank"),
+    )
 )
 
 

@@ -21,13 +21,12 @@ def divided_backbone(whole: Backbone, group: RankGroup) -> Backbone:
         UnsupportedModelError: the model cannot be divided among the ranks.
     """
     rank = replace(whole, group=group)
-    weights: Weights = {
-        part: {
+    weights: Weights = {}
+    for part, tensors in whole.weights.items():
+        weights[part] = {
             name: share(value, rank.local.state(part, name), group.rank)
             for name, value in tensors.items()
         }
-        for part, tensors in whole.weights.items()
-    }
     table = weights["embed"][f"{whole.architecture.embedding_name}.weight"]
     if whole.architecture.tied and isinstance(weights["head"][HEAD], DenseWeight):
         assert isinstance(table, Tensor)

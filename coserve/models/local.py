@@ -87,19 +87,24 @@ class LocalModel:
         numbers = {
             site: number for number, site in enumerate(self.architecture.linear_sites.values())
         }
-        found: dict[Part, tuple[PlaceRun, ...]] = {}
+        runs: dict[Part, tuple[PlaceRun, ...]] = {}
         for part in self.parts:
-            runs = [nodes for nodes in self.graphs[part].runs if nodes[0].op == "linear"]
-            found[part] = tuple(
-                PlaceRun(
-                    node=nodes[0].name,
-                    source=nodes[0].input["x"],
-                    outputs=tuple(node.outputs[0][1] for node in nodes),
-                    first=numbers[part, nodes[0].name],
+            part_runs: list[PlaceRun] = []
+            for nodes in self.graphs[part].runs:
+                if nodes[0].op != "linear":
+                    continue
+                outputs = tuple(node.outputs[0][1] for node in nodes)
+                first = numbers[part, nodes[0].name]
+                part_runs.append(
+                    PlaceRun(
+                        node=nodes[0].name,
+                        source=nodes[0].input["x"],
+                        outputs=outputs,
+                        first=first,
+                    )
                 )
-                for nodes in runs
-            )
-        return found
+            runs[part] = tuple(part_runs)
+        return runs
 
     @cached_property
     def own_head(self) -> tuple[Graph, Cut]:

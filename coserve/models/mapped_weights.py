@@ -127,7 +127,8 @@ class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
                 f"files, where "
                 f"{some_of(quantised)} are quantised; serve it to train on it"
             )
-        files = {path: MappedFile(path) for path in {entry.file for entry in entries.values()}}
+        paths = {entry.file for entry in entries.values()}
+        files = {path: MappedFile(path) for path in paths}
         found = {
             name: files[entry.file].tensor(entry.name)
             for name, stored in architecture.stored.items()
@@ -139,13 +140,10 @@ class MappedWeights(Mapping[Part, Mapping[str, MappedTensor]]):
                 check_tied_head(head, table.tensor)
                 table.drop()
             found[HEAD] = table
-        self._parts: dict[Part, dict[str, MappedTensor]] = {
-            part: {
-                weight.name: found[architecture.prefix(part) + weight.name]
-                for weight in architecture.graphs[part].with_kind("weight")
-            }
-            for part in architecture.parts
-        }
+        self._parts: dict[Part, dict[str, MappedTensor]] = {}
+        for part in architecture.parts:
+            prefix, names = architecture.prefix(part), architecture.graphs[part].with_kind("weight")
+            self._parts[part] = {weight.name: found[prefix + weight.name] for weight in names}
 
     def __getitem__(self, part: Part) -> Mapping[str, MappedTensor]:
         return self._parts[part]

@@ -272,12 +272,10 @@ def join_runs(weights: Weights, graphs: Mapping[Part, Graph]) -> Weights:
 
 def weight_tensors(weights: Mapping[str, Tensor | Weight]) -> list[Tensor]:
     """Return the tensors that the weights of a part hold."""
-    held = weights.values()
-    return [
-        tensor
-        for each in held
-        for tensor in ((each,) if isinstance(each, Tensor) else each.tensors())
-    ]
+    tensors: list[Tensor] = []
+    for weight in weights.values():
+        tensors += (weight,) if isinstance(weight, Tensor) else weight.tensors()
+    return tensors
 
 
 def absent_weights(local: LocalModel, storage: WeightStorage) -> Weights:
@@ -307,10 +305,8 @@ def by_part(
         is_dense = storage.weight_format == "dense"
         head = DenseWeight(table) if is_dense else storage.linear(table)
         weights = {**weights, HEAD: head}
-    return {
-        part: {
-            tensor.name: weights[architecture.prefix(part) + tensor.name]
-            for tensor in architecture.graphs[part].with_kind("weight")
-        }
-        for part in architecture.parts
-    }
+    parts: Weights = {}
+    for part in architecture.parts:
+        prefix, names = architecture.prefix(part), architecture.graphs[part].with_kind("weight")
+        parts[part] = {tensor.name: weights[prefix + tensor.name] for tensor in names}
+    return parts

@@ -89,16 +89,17 @@ class JobOpener:
         path = trainable_model_path(model, self._trainable_models)
         if checkpoint is None and adapter is None:
             raise JobError("a job needs an adapter to begin with, or a checkpoint to resume from")
+        # A sequence's rows see half of it on the average.
+        num_pairs = sum(length**2 for each in examples for length in each.lengths)
+        version = None
+        if checkpoint is None:
+            version = _version_of(adapter, model, self._adapters.versions)
         trainer = OpenTrainer(
             job=job_id,
             config=config,
-            mean_context_len=sum(length**2 for each in examples for length in each.lengths)
-            / num_tokens
-            / 2,
+            mean_context_len=num_pairs / num_tokens / 2,
             adapter=None if adapter is None or isinstance(adapter, str) else fields_of(adapter),
-            version=_version_of(adapter, model, self._adapters.versions)
-            if checkpoint is None
-            else None,
+            version=version,
             checkpoint=None if checkpoint is None else str(checkpoint),
             model=path,
             shard=shard,

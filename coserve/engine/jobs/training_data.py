@@ -99,11 +99,15 @@ def _cut(example: Example, length: int) -> Example:
             f"{length}: "
             "raise max_sequence_length"
         )
-    cut = [(tokens[:length], trained[:length]) for tokens, trained in example.sequences]
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for sequence, marks in example.sequences:
+        tokens += sequence[:length]
+        trained += marks[:length]
     return replace(
         example,
-        tokens=tuple(token for tokens, _ in cut for token in tokens),
-        trained=tuple(mark for _, trained in cut for mark in trained),
+        tokens=tuple(tokens),
+        trained=tuple(trained),
         truncated=True,
         parts=tuple(min(part, length) for part in example.parts),
     )
