@@ -119,7 +119,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     arrival_s: float | None
     """Time of arrival; None: now."""
     slo: Slo | None = None
-    """Latency objective; None: the engine's default."""
+    """SLO of the request; None: the engine's default."""
     adapter: AdapterRef | None = None
     """Adapter that answers; None: the bare model."""
     tenant: str = ""

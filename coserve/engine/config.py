@@ -1,4 +1,4 @@
-"""Configuration of an engine: policy, memory, limits and default objectives."""
+"""Configuration of an engine: policy, memory, limits and default SLO."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -27,9 +27,9 @@ class RequestRecord:
     num_output_tokens: int
     """Number of generated tokens."""
     slo: Slo
-    """Objective by which the request was served."""
+    """SLO by which the request was served."""
     asked_slo: Slo | None = None
-    """Objective that was requested, if the device could not hold it."""
+    """SLO that was requested, if the device could not hold it."""
     index: int = 0
     """Index of the sequence among the request's `n`."""
     queue_s: float = 0.0

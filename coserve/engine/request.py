@@ -49,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_cached_tokens: int = 0
     """Number of prompt tokens that were found in the cache."""
     slo: Slo | None = None
-    """Objective by which the request is served, on the first chunk if it is not the requested one.
+    """SLO by which the request is served, on the first chunk if it is not the requested one.
     """
 
 
@@ -90,8 +90,8 @@ class Request:
 
         Args:
             info: What a policy sees of the request that does not change.
-            slo: Objective by which it is served.
-            asked_slo: Objective that was requested, which may be beyond the device.
+            slo: SLO by which it is served.
+            asked_slo: SLO that was requested, which may be beyond the device.
             without_jobs: Whether no job may have a step beside it.
             prefix_source: Sequence with the same prompt that runs first, so that this one shares
                 its pages.
