@@ -101,14 +101,16 @@ def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Some:
-    """Rows that all have the same vocabulary."""
+    """Rows of a batch that have one vocabulary."""
 
     local: LocalModel
     """The model with that vocabulary, as it runs here."""
     hidden: Tensor
+    """Rows as the last block gives them."""
     users: Users
+    """Number of rows and bypasses of each user, in the order of the rows."""
     places: Tensor | None
-    """Where the rows stand among all, int64 [n]; None: these are all."""
+    """Places of the rows among all, int64 [n]; None: these are all."""
 
 
 def _by_vocabulary(backbone: Backbone, hidden: Tensor, users: Users) -> list[_Some]:
