@@ -6,7 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from coserve.protocol.activity_file import FILE_BYTES, HEAD, SLOT_BYTES
+from coserve.protocol.run_directory import ACTIVITY_FILE_BYTES, ACTIVITY_HEAD, ACTIVITY_SLOT_BYTES
 
 
 class LastActivity:
@@ -18,7 +18,7 @@ class LastActivity:
         self._num_oom_kills = _num_oom_kills()
         try:
             # Whole, so that a full disk cannot fail later writes.
-            path.write_bytes(bytes(FILE_BYTES))
+            path.write_bytes(bytes(ACTIVITY_FILE_BYTES))
         except OSError:
             path.unlink(missing_ok=True)
             self.path = None
@@ -30,7 +30,7 @@ class LastActivity:
         content = self._read()
         if content is None:
             return False
-        pid, _ = HEAD.unpack_from(content)
+        pid, _ = ACTIVITY_HEAD.unpack_from(content)
         return any(map(_is_stopped, (pid, *_children_of(pid))))
 
     def jobs_at_death(self, status: int, *, hung: bool) -> tuple[str, ...] | None:
@@ -48,9 +48,9 @@ class LastActivity:
         content = self._read()
         if content is None:
             return None
-        _, slot = HEAD.unpack_from(content)
-        start = HEAD.size + slot * SLOT_BYTES
-        ids, _, _ = content[start : start + SLOT_BYTES].partition(b"\0")
+        _, slot = ACTIVITY_HEAD.unpack_from(content)
+        start = ACTIVITY_HEAD.size + slot * ACTIVITY_SLOT_BYTES
+        ids, _, _ = content[start : start + ACTIVITY_SLOT_BYTES].partition(b"\0")
         return tuple(ids.decode().split())
 
     def _read(self) -> bytes | None:

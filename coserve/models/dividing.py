@@ -1,5 +1,5 @@
-"""Division of a whole backbone in memory into those of ranks, as a reference for loading, and for
-tests.
+"""Division of a whole backbone in memory into those of ranks, for simulation, and as a reference
+for loading.
 """
 
 from dataclasses import replace

@@ -2,12 +2,13 @@
 (`dummy:…`).
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coserve.errors import ModelError, UnknownModelError
+from coserve.errors import DiskFullError, ModelError, UnknownModelError
 from coserve.models.files import check_config, gguf_error, weight_files
 from coserve.models.presets import PRESETS
 from coserve.settings import shown
@@ -19,6 +20,9 @@ _DUMMY = "dummy:"
 # The small model that comes with the package (its card: tiny/README.md).
 TINY = "tiny"
 _TINY_DIRECTORY = Path(__file__).parent / "tiny"
+# Left free for others that write there, and for a head that is written beside the table that it
+# was: as much again as the model's files have, up to this.
+_MAX_SPARE_BYTES = 10_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,29 @@ def model_files(name: str) -> list[Path]:
         return [] if directory is None else [directory / "config.json", *weight_files(directory)]
     except ModelError:
         return []
+
+
+def check_room_for_copy(model: str, directory: Path) -> None:
+    """Check that the disk of a directory has room for a copy of a model, with some to spare.
+    Blocks.
+
+    A model whose files are not on this machine is not checked.
+
+    Raises:
+        DiskFullError: there is not enough room.
+    """
+    try:
+        files = model_files(find_here(model))
+    except UnknownModelError:
+        return
+    num_bytes = sum(path.stat().st_size for path in files)
+    needed_bytes = num_bytes + min(num_bytes, _MAX_SPARE_BYTES)
+    free_bytes = shutil.disk_usage(directory).free
+    if needed_bytes > free_bytes:
+        raise DiskFullError(
+            f"the merged model needs {needed_bytes / 1e9:.3g} GB of free disk, and "
+            f"{free_bytes / 1e9:.3g} GB are free"
+        )
 
 
 def _local_directory(name: str) -> Path | None:

@@ -1,9 +1,13 @@
-"""Places of an engine's socket and of the pages that it shares: in the home or linked from there,
-so that the next start finds and removes what a killed server has left.
+"""Places of an engine's socket, of the pages that it shares, and of the file in which it notes its
+jobs for when it dies.
+
+They are in the home or linked from there, so that the next start finds and removes what a killed
+server has left.
 """
 
 import os
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
@@ -13,6 +17,13 @@ from coserve.home import is_disk_full, make_private
 _MAX_ADDRESS_BYTES = 103
 _SOCKET, _PAGES = "engine", "pages"
 _SHARED_MEMORY = Path("/dev/shm")
+
+# The activity file: a header, and two slots of ids, each terminated by a zero. There are two, since
+# the process may die while it writes one of them.
+ACTIVITY_HEAD = struct.Struct("<IB")
+"""Id of the process, and the index of the slot that is valid."""
+ACTIVITY_SLOT_BYTES = 4096
+ACTIVITY_FILE_BYTES = ACTIVITY_HEAD.size + 2 * ACTIVITY_SLOT_BYTES
 
 
 def make_socket_directory(home: Path) -> Path:

@@ -17,7 +17,7 @@ from coserve.devices.base import Clock, Device
 from coserve.devices.messages.commands import Command, Reply
 from coserve.devices.messages.steps import StepBatch, StepResult
 from coserve.errors import CoserveError
-from coserve.protocol.activity_file import FILE_BYTES, HEAD, SLOT_BYTES
+from coserve.protocol.run_directory import ACTIVITY_FILE_BYTES, ACTIVITY_HEAD, ACTIVITY_SLOT_BYTES
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -33,9 +33,9 @@ class Activity:
         self._lock = threading.Lock()
         if path is not None:
             descriptor = os.open(path, os.O_RDWR)
-            self._memory = mmap.mmap(descriptor, FILE_BYTES)
+            self._memory = mmap.mmap(descriptor, ACTIVITY_FILE_BYTES)
             os.close(descriptor)
-            HEAD.pack_into(self._memory, 0, os.getpid(), 0)
+            ACTIVITY_HEAD.pack_into(self._memory, 0, os.getpid(), 0)
 
     def note(self, jobs: frozenset[str]) -> None:
         """Record that the device works for these jobs, and for no other."""
@@ -48,10 +48,10 @@ class Activity:
         if jobs == self._now or self._memory is None:
             return
         self._now, self._slot = jobs, 1 - self._slot
-        ids = " ".join(jobs).encode()[: SLOT_BYTES - 1] + b"\0"
-        start = HEAD.size + self._slot * SLOT_BYTES
+        ids = " ".join(jobs).encode()[: ACTIVITY_SLOT_BYTES - 1] + b"\0"
+        start = ACTIVITY_HEAD.size + self._slot * ACTIVITY_SLOT_BYTES
         self._memory[start : start + len(ids)] = ids
-        self._memory[HEAD.size - 1] = self._slot
+        self._memory[ACTIVITY_HEAD.size - 1] = self._slot
 
     @contextmanager
     def of(self, job: str) -> Iterator[None]:

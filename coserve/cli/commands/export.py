@@ -65,12 +65,12 @@ def export(
             _copy_model(source, part)
         elif merge:
             from coserve.adapters.merge import export_merged
-            from coserve.models.copy_room import check_room
+            from coserve.models.source import check_room_for_copy
 
             if (named := model or base) is None:
                 raise AdapterError("--merge needs the base model: set --model")
             _check_memory(named)
-            check_room(named, part)
+            check_room_for_copy(named, part)
             export_merged(named, source, part)
         else:
             for file in (CONFIG_FILE, WEIGHTS_FILE):

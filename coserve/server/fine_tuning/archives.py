@@ -11,7 +11,7 @@ from typing import Any
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from coserve.errors import AdapterError
-from coserve.models.copy_room import check_room
+from coserve.models.source import check_room_for_copy
 
 _CHUNK_BYTES = 1 << 20
 # Lowest priority of a process: merging must not slow down requests.
@@ -94,7 +94,7 @@ class Merging:
             model,
         )
         async with self._lock:
-            await asyncio.to_thread(check_room, model, directory)
+            await asyncio.to_thread(check_room_for_copy, model, directory)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.DEVNULL,
