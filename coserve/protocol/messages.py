@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from coserve.devices.messages.commands import ModelOnDevice
 from coserve.engine.commands import (
     AddRequest,
     CancelJob,
@@ -126,47 +127,15 @@ class StartProgress(msgspec.Struct, tag=True, frozen=True):
         return f"{self.stage}, {self.done} of {self.total}"
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Ready(ModelOnDevice, tag=True, frozen=True, kw_only=True):
     """Notice that the engine takes commands, with what the server has to know of it."""
 
-    model: str
-    """Name of the model."""
-    dtype: str
-    """Data type of weights and activations."""
-    device: str
-    """Device, such as "cpu" or "cuda:0"."""
-    threads: int
-    """Number of CPU threads."""
     slo: Slo
     """Default SLO; it follows measured step times."""
-    vocab_size: int
-    """Number of tokens in the vocabulary."""
-    max_positions: int
-    """Maximum number of tokens of a sequence."""
-    num_pages: int
-    """Number of pages in the pool."""
-    page_bytes: int
-    """Size of a page."""
-    block_tokens: int
-    """Number of tokens whose keys and values fit in a page."""
-    weight_bytes: int
-    """Size of the weights."""
-    num_state_pages: int = 0
-    """Number of pages that each request takes for its recurrent state, beside its keys and values.
-    """
     hardware: str = ""
     """Kind of the device."""
     profile: Profile | None = None
     """Measured times of the pieces of a step; None: not known."""
-    fingerprint: str = ""
-    """Fingerprint of the weights, which is equal on devices that hold the same model."""
-    num_ranks: int = 1
-    """Number of processes that hold the model together; sizes in bytes and pages are those of
-    each."""
-    kernels: str = ""
-    """Name of the kernel backend."""
-    kernels_warning: str = ""
-    """Why a faster kernel backend does not run, as one line; "" if none is missing."""
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):

@@ -42,15 +42,13 @@ from coserve.devices.sampling_params import SamplingParams
 from coserve.scheduling.profile import Profile
 
 
-class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a device with a model on it, and of its page pool."""
+class ModelOnDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a device with a page pool, as an engine and its server see it."""
 
     model: str
     """Name of the model, as it was asked for."""
     dtype: str
     """Dtype that is computed with, such as "bfloat16"."""
-    weights: str = "dense"
-    """Storage of the weights of linear layers: "dense" or "int8"."""
     device: str
     """Name of the device, such as "cpu" or "cuda:0"."""
     threads: int
@@ -59,8 +57,6 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the model's tokens."""
     max_positions: int
     """Length of the longest sequence."""
-    num_layers: int
-    """Number of blocks."""
     weight_bytes: int
     """Bytes of the backbone's weights."""
     num_pages: int
@@ -69,6 +65,28 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a page, which holds the keys and values of `block_tokens` tokens in all blocks."""
     block_tokens: int
     """Tokens of a page."""
+    num_state_pages: int = 0
+    """Pages that each request has before those of its keys and values, for the states of its
+    sequence.
+    """
+    fingerprint: str = ""
+    """Fingerprint of the weights, equal on devices that hold the same model; "": there is none."""
+    num_ranks: int = 1
+    """Number of processes that hold the model together; sizes in bytes and pages are those of
+    each."""
+    kernels: str = ""
+    """Name of the kernel backend."""
+    kernels_warning: str = ""
+    """Why a faster kernel backend does not run, as one line; "" if none is missing."""
+
+
+class DeviceInfo(ModelOnDevice, frozen=True, kw_only=True):
+    """Description of a device with a model on it, and of its page pool."""
+
+    weights: str = "dense"
+    """Storage of the weights of linear layers: "dense" or "int8"."""
+    num_layers: int
+    """Number of blocks."""
     profile: Profile
     """Measured times of the pieces of a step."""
     profile_path: str = ""
@@ -81,19 +99,6 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
     num_host_pages: int = 0
     """Slots of a page's size in host memory, for pages that give way (`SwapOut`)."""
-    num_state_pages: int = 0
-    """Pages that each request has before those of its keys and values, for the states of its
-    sequence.
-    """
-    fingerprint: str = ""
-    """Fingerprint of the weights, equal on devices that hold the same model; "": there is none."""
-    kernels: str = ""
-    """Name of the kernel backend."""
-    kernels_warning: str = ""
-    """Why a faster kernel backend does not run, as one line; "" if none is missing."""
-    num_ranks: int = 1
-    """Number of processes that hold the model together; sizes in bytes and pages are those of
-    each."""
     whole_page_bytes: int = 0
     """Bytes that a page would have if one rank held the model: those of a place of a page file. 0
     in recordings from before there were ranks."""
