@@ -1,4 +1,4 @@
-"""The table of what runs as one call instead of several. `graph/fuse.py` applies it.
+"""The table of fast paths: calls that run as one. `graph/fuse.py` applies it.
 
 There is one kind of row for each way in which calls can become one:
 

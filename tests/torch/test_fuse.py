@@ -8,7 +8,7 @@ from support import make_adapter, make_backbone, random_sequences
 from torch import Tensor
 
 from coserve.graph.execute import run_graph
-from coserve.graph.fuse import fuse, room_name
+from coserve.graph.fuse import fuse, fuse_loss, room_name
 from coserve.graph.fusions import FUSIONS
 from coserve.graph.ir import Graph, GraphBuilder
 from coserve.graph.operators.base import Context
@@ -143,6 +143,28 @@ def test_both_halves_of_a_gated_unit_read_the_same_rows():
     one, other = b.linear("gate_proj", b.rows("x", 8), 12), b.linear("up_proj", b.rows("z", 8), 12)
     graph = b.build(b.apply("silu_mul", "act", {"gate": one, "up": other}))
     assert fuse(graph, ALL) == graph
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_product_and_its_loss_are_one_operator_unless_others_read_the_logits(is_read):
+    b = GraphBuilder()
+    logits = b.linear("lm_head", b.rows("x", 8), 12)
+    targets = b.constant("targets", dtype=torch.int64)
+    loss = b.apply("cross_entropy", "loss", {"logits": logits, "targets": targets})
+    graph = b.build(loss, *([logits] if is_read else []))
+    fused = fuse_loss(graph)
+    if is_read:
+        assert fused == graph
+        return
+    [node] = fused.nodes
+    assert (node.name, node.op, node.output["logits"]) == ("loss", "linear_cross_entropy", logits)
+    weights = {"lm_head.weight": torch.randn(12, 8)}
+    given = {"x": torch.randn(5, 8), "targets": torch.arange(5)}
+    context = Context(backend=PlainBackend(torch.device("cpu")))
+    one, other = dict(given), dict(given)
+    run_graph(graph, one, weights, context)
+    run_graph(fused, other, weights, context)
+    assert torch.equal(one[loss], other[loss])
 
 
 def attached(*, at: str) -> Graph:

@@ -230,6 +230,34 @@ def test_regroup(groups, start, widths):
     check("regroup", reference, inputs, groups=groups, of=of, start=start, widths=widths)
 
 
+_COLUMNS = {"groups": 4, "of": 3, "start": 1}
+_LOW_RANK = {"x": (5, 8), "weight": (2, 8), "y": (5, 2)}
+# By operator: shapes of its inputs and outputs, and attributes.
+_ADDED: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    "columns": ({"x": (5, 12), "y": (5, 8)}, {**_COLUMNS, "width": 2}),
+    "dropout_low_rank": (_LOW_RANK, {"p": 0.3, "salt": 7}),
+    "linear": ({"x": (5, 8), "weight": (6, 8), "y": (5, 6)}, {}),
+    "linear_beside_low_rank": (
+        {"x": (5, 8), "weight": (6, 8), "factor": (2, 8), "y": (5, 6), "narrow": (5, 2)},
+        {},
+    ),
+    "low_rank": (_LOW_RANK, {}),
+    "regroup": ({"x": (5, 12), "y": (5, 8)}, {**_COLUMNS, "widths": (1, 1)}),
+}
+
+
+@pytest.mark.parametrize(("op", "slot"), GRADIENT_SUMS)
+def test_a_gradient_that_is_added_to_a_sum_is_that_of_the_operator(op, slot):
+    shapes, attributes = _ADDED[op]
+    tensors: dict[str, Tensor] = {name: rnd(*shape) for name, shape in shapes.items()}
+    tensors["dropout_row_ids"] = dropout_row_ids(3, torch.arange(5))
+    gradients = {name: rnd(*shapes[name]) for name in operator(op).outputs}
+    total = rnd(*shapes[slot])
+    expected = total + operator(op).vjp((slot,), tensors, gradients, attributes, CONTEXT)[slot]
+    GRADIENT_SUMS[op, slot](total, tensors, gradients, attributes, CONTEXT)
+    torch.testing.assert_close(total, expected)
+
+
 def test_gradients_of_columns_are_written_into_one_tensor():
     total, dy = rnd(5, 12), rnd(5, 8)
     expected = total + nn.functional.pad(dy.unflatten(1, (4, 2)), (1, 0)).flatten(1)
