@@ -476,30 +476,30 @@ class Adapter:
         for module, specs in self.layout.derived.items():
             site = self.at[module]
             if self.backbone.device.type == "meta":
-                found: Mapping[str, Tensor] = {
+                derived: Mapping[str, Tensor] = {
                     spec.name: torch.empty(spec.shape, device="meta") for spec in specs
                 }
             else:
-                found = self.config.derived(site, self.masters_at[module])
-            assert found.keys() == {spec.name for spec in specs}, (
+                derived = self.config.derived(site, self.masters_at[module])
+            assert derived.keys() == {spec.name for spec in specs}, (
                 "what the bypass declares, and no more"
             )
             tensors = self._tensors.setdefault(site.place.part, {})
             for spec in specs:
                 full, rank = f"{module}.{spec.name}", self.backbone.ranks.rank
-                own = self.graphs.own_derived(full, found[spec.name], spec.shape, rank)
+                own = self.graphs.own_derived(full, derived[spec.name], spec.shape, rank)
                 tensors[f"{site.place.node.name}.{spec.name}"] = own.to(self.backbone.dtype)
 
     @cached_property
     def masters_at(self) -> dict[str, dict[str, Tensor]]:
         """Return the parameters of each module by their names in the bypass."""
-        found: dict[str, dict[str, Tensor]] = {module: {} for module in self.layout.places}
+        by_module: dict[str, dict[str, Tensor]] = {module: {} for module in self.layout.places}
         for name, master in self.masters.items():
-            found[self.layout.modules[name]][self.layout.local_names[name]] = master
+            by_module[self.layout.modules[name]][self.layout.local_names[name]] = master
         for name, owner in self.layout.shared.items():
-            module = next(module for module in found if name.startswith(f"{module}."))
-            found[module][name.removeprefix(f"{module}.")] = self.masters[owner]
-        return found
+            module = next(module for module in by_module if name.startswith(f"{module}."))
+            by_module[module][name.removeprefix(f"{module}.")] = self.masters[owner]
+        return by_module
 
     @cached_property
     def graphs(self) -> AdapterGraphs:

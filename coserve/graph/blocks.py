@@ -44,7 +44,7 @@ def in_blocks(
     }
     num_rows = next(iter(tensors.values())).shape[0]
     blocks = {key: split_rows(x, size) for key, x in tensors.items()}
-    made = [
+    results = [
         run(
             [
                 {
@@ -58,5 +58,5 @@ def in_blocks(
     ]
     return [
         {slot: torch.cat([x[slot] for x in each])[:num_rows] for slot in each[0]}
-        for each in zip(*made, strict=True)
+        for each in zip(*results, strict=True)
     ]

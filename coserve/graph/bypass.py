@@ -145,10 +145,10 @@ def attach(
         if (site := sites.get(node.name)) is None:
             nodes.append(node)
         else:
-            made, attached_bypasses[node.name] = _attach_at(
+            replacement, attached_bypasses[node.name] = _attach_at(
                 graph, node, graph.node[site], bypasses[site], tensors
             )
-            nodes += made
+            nodes += replacement
     attached = Graph(tensors=tuple(tensors.values()), nodes=tuple(nodes), outputs=graph.outputs)
     return AttachedGraph(graph=attached, bypasses=attached_bypasses)
 
@@ -185,9 +185,9 @@ def _attach_at(
         is_site_weight = tensor.kind == "weight"
         if tensor.name in bypass.rows or is_site_weight:
             given = host if node is site_node else site_node
-            found = given.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
-            _check_is_read(tensor, tensors.get(found), site)
-            names[tensor.name] = found
+            read_name = given.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
+            _check_is_read(tensor, tensors.get(read_name), site)
+            names[tensor.name] = read_name
             continue
         name = tensor.name if tensor.kind == "constant" else f"{site}.{tensor.name}"
         names[tensor.name] = name

@@ -37,13 +37,13 @@ def run_nodes(
 
     inputs = [_inputs(node, values, weights) for node in nodes]
     if context.block_rows is None or first.operator.whole:
-        found = run(inputs)
+        results_of_nodes = run(inputs)
     else:
         row_slots = [[slot for slot, name in node.inputs if name not in weights] for node in nodes]
-        found = in_blocks(run, inputs, row_slots, context.block_rows)
+        results_of_nodes = in_blocks(run, inputs, row_slots, context.block_rows)
     return {
         name: results[slot]
-        for node, results in zip(nodes, found, strict=True)
+        for node, results in zip(nodes, results_of_nodes, strict=True)
         for slot, name in node.outputs
     }
 
@@ -91,9 +91,9 @@ def run_graph(
                 slot: weights[name] if name in weights else values[name]
                 for slot, name in node.inputs
             }
-            found = node.operator.forward(inputs, node.attribute, context)
+            results = node.operator.forward(inputs, node.attribute, context)
             for slot, name in node.outputs:
-                values[name] = found[slot]
+                values[name] = results[slot]
         else:
             values.update(run_nodes(run, values, weights, context))
         for node in run:
@@ -209,15 +209,15 @@ class BackwardRun:
         Args:
             apart: slots whose rows need not stand side by side.
         """
-        found = {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
+        tensors = {slot: self._value(name, apart=slot in apart) for slot, name in step.reads}
         if step.node.operator.overwrites:
             read_later = [slot for slot, name in step.reads if name not in step.frees]
-            found |= {
-                slot: found[slot].clone()
+            tensors |= {
+                slot: tensors[slot].clone()
                 for slot in read_later
                 if slot in step.node.operator.overwrites
             }
-        return found
+        return tensors
 
     def _value(self, name: str, *, apart: bool) -> Any:
         if name in self._values:
@@ -283,15 +283,15 @@ class BackwardRun:
         """Return one owner's part of an instruction's tensors by slot: its rows, and its
         parameters.
         """
-        spec, tensor, found = self._program.graph.spec, step.node.tensor, {}
+        spec, tensor, tensors = self._program.graph.spec, step.node.tensor, {}
         for slot, value in values.items():
             if isinstance(value, Grouped):
-                found[slot] = value.tensors[index]
+                tensors[slot] = value.tensors[index]
             else:
-                found[slot] = (
+                tensors[slot] = (
                     rows_of_owner(value, index, rows) if spec[tensor[slot]].per_row else value
                 )
-        return found
+        return tensors
 
     def _reverse_each(self, step: Instruction, owners: AdapterRows) -> None:
         """Reverse a node that has parameters, for one owner after the other."""
@@ -408,10 +408,10 @@ def _multiply(runs: Sequence[BackwardRun]) -> None:
         run._output_gradients(product)["y"] for run, product in zip(runs, products, strict=True)
     ]
     inputs, node = runs[0]._inputs(products[0]), products[0].node
-    found = node.operator.vjp(
+    x_gradients = node.operator.vjp(
         ("x",), inputs, {"y": torch.cat(gradients)}, node.attribute, runs[0]._context
     )["x"]
-    parts = torch.split(found, [gradient.shape[0] for gradient in gradients])
+    parts = torch.split(x_gradients, [gradient.shape[0] for gradient in gradients])
     for run, step, part in zip(runs, steps, parts, strict=True):
         run._accumulate(step.node.input["x"], part, is_new=True)
         run._finish(step)

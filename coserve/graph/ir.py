@@ -75,8 +75,8 @@ class Graph:
             self.nodes
         ):
             raise GraphError("a graph names two tensors or two nodes alike")
-        made = {name for node in self.nodes for name in node.output.values()}
-        known = {name for name in self.spec if name not in made}
+        computed = {name for node in self.nodes for name in node.output.values()}
+        known = {name for name in self.spec if name not in computed}
         for node in self.nodes:
             if missing := [name for name in node.input.values() if name not in known]:
                 raise GraphError(
@@ -235,16 +235,16 @@ class GraphBuilder:
             GraphError: the operator does not have these slots, or another one has to be filled.
         """
         rule = operator(op)
-        given = {slot: tensor for slot, tensor in inputs.items() if tensor is not None}
+        filled = {slot: tensor for slot, tensor in inputs.items() if tensor is not None}
         unknown, missing = (
-            set(given) - set(rule.inputs),
-            set(rule.inputs) - set(given) - rule.optional,
+            set(filled) - set(rule.inputs),
+            set(rule.inputs) - set(filled) - rule.optional,
         )
         if unknown or missing:
             raise GraphError(
-                f"{op} takes {', '.join(rule.inputs)}; node {name} was given {', '.join(given)}"
+                f"{op} takes {', '.join(rule.inputs)}; node {name} was given {', '.join(filled)}"
             )
-        specs = {slot: self._tensors[tensor] for slot, tensor in given.items()}
+        specs = {slot: self._tensors[tensor] for slot, tensor in filled.items()}
         shapes = rule.infer({slot: spec.shape for slot, spec in specs.items()}, attributes)
         outputs = {}
         for slot, (shape, dtype) in shapes.items():
@@ -256,7 +256,7 @@ class GraphBuilder:
             Node(
                 name=name,
                 op=op,
-                inputs=tuple(given.items()),
+                inputs=tuple(filled.items()),
                 outputs=tuple(outputs.items()),
                 attributes=tuple(sorted(attributes.items())),
             )

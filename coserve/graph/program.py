@@ -78,12 +78,12 @@ class Program:
         columns), by the saved tensor's name. The forward pass runs them for the rows that keep
         these.
         """
-        made = {
+        producers = {
             name: self.graph.producer[name] for name in self.saved if name in self.graph.producer
         }
         return {
             name: node
-            for name, node in made.items()
+            for name, node in producers.items()
             if node.op == "sign_bits" or name in self._pieces
         }
 
@@ -252,31 +252,31 @@ class _Scheduler:
 
 def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruction]:
     """Merge neighbouring instructions where one kernel gives their gradients of the same rows."""
-    found: list[Instruction] = []
+    merged: list[Instruction] = []
     for step in steps:
-        before = found[-1] if found else None
+        before = merged[-1] if merged else None
         if (
             before is None
             or before.kind != "reverse"
             or "x" not in before.wanted
             or step.wanted != ("x",)
         ):
-            found.append(step)
+            merged.append(step)
             continue
         node = beside(before.node, step.node, operators) if step.kind == "reverse" else None
         if node is None:
-            found.append(step)
+            merged.append(step)
             continue
-        found.pop()
+        merged.pop()
         if rest := tuple(slot for slot in before.wanted if slot != "x"):
-            found.append(_narrowed(before, rest))
+            merged.append(_narrowed(before, rest))
         slots = {name: slot for slot, name in node.inputs}
         parts = (_narrowed(before, ("x",)), step)
         reads = tuple((slots[name], name) for part in parts for _, name in part.reads)
-        found.append(
+        merged.append(
             Instruction(kind="reverse", node=node, wanted=("x",), reads=reads, parts=parts)
         )
-    return found
+    return merged
 
 
 def _narrowed(step: Instruction, wanted: tuple[str, ...]) -> Instruction:
@@ -294,10 +294,12 @@ def _with_frees(steps: list[Instruction], asked: Collection[str]) -> tuple[Instr
     finished = []
     for step in reversed(steps):
         read = [name for _, name in step.reads]
-        made = step.node.output.values()
-        frees = tuple(dict.fromkeys(name for name in (*read, *made) if name not in tensors))
+        outputs = step.node.output.values()
+        frees = tuple(dict.fromkeys(name for name in (*read, *outputs) if name not in tensors))
         tensors.update(frees)
-        taken = tuple(name for name in made if step.kind == "reverse" and name not in gradients)
-        gradients.update(taken)
-        finished.append(replace(step, frees=frees, frees_gradients=taken))
+        frees_gradients = tuple(
+            name for name in outputs if step.kind == "reverse" and name not in gradients
+        )
+        gradients.update(frees_gradients)
+        finished.append(replace(step, frees=frees, frees_gradients=frees_gradients))
     return tuple(reversed(finished))

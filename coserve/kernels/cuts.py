@@ -129,11 +129,11 @@ class Cut:
         """
         is_copied = self._counts > 1
         number, entries = is_copied.cumsum(0) - 1, self.along(-1)
-        found = []
+        copies = []
         for rank in range(self.size):
             local = entries.take(is_copied, rank).nonzero()[:, 0]
-            found.append((local, entries.take(number, rank)[local]))
-        return tuple(found)
+            copies.append((local, entries.take(number, rank)[local]))
+        return tuple(copies)
 
     @cached_property
     def _is_owned(self) -> tuple[Tensor, ...]:
@@ -160,18 +160,18 @@ class Cut:
         rank's piece.
         """
         others = [run for runs in self.runs[:rank] for run in runs]
-        found, start = list[tuple[int, CutRun]](), 0
+        owned, start = list[tuple[int, CutRun]](), 0
         for run in self.runs[rank]:
             low, stop = run.start, min(run.stop, self.width)
             for other in merged(others):
                 if other.start < stop and other.stop > low:
                     if low < other.start:
-                        found.append((start + low - run.start, CutRun(start=low, stop=other.start)))
+                        owned.append((start + low - run.start, CutRun(start=low, stop=other.start)))
                     low = max(low, other.stop)
             if low < stop:
-                found.append((start + low - run.start, CutRun(start=low, stop=stop)))
+                owned.append((start + low - run.start, CutRun(start=low, stop=stop)))
             start += run.stop - run.start
-        return found
+        return owned
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's piece of a whole tensor, contiguous and a copy."""
@@ -278,13 +278,13 @@ def united(cuts: Sequence[Cut]) -> Cut:
 
 def merged(runs: Iterable[CutRun]) -> tuple[CutRun, ...]:
     """Return runs in their order, with those that touch or overlap as one."""
-    found: list[CutRun] = []
+    result: list[CutRun] = []
     for run in sorted(runs):
-        if found and run.start <= found[-1].stop:
-            found[-1] = CutRun(start=found[-1].start, stop=max(found[-1].stop, run.stop))
+        if result and run.start <= result[-1].stop:
+            result[-1] = CutRun(start=result[-1].start, stop=max(result[-1].stop, run.stop))
         else:
-            found.append(run)
-    return tuple(found)
+            result.append(run)
+    return tuple(result)
 
 
 def mapped(cut: Cut, width: int, place: Mapping[int, int]) -> Cut | None:
@@ -298,7 +298,7 @@ def mapped(cut: Cut, width: int, place: Mapping[int, int]) -> Cut | None:
     Returns:
         The cut; None where ranks would hold different numbers of entries, or none.
     """
-    found = tuple(
+    of_ranks = tuple(
         merged(
             CutRun(start=place[entry], stop=place[entry] + 1)
             for run in runs
@@ -307,8 +307,8 @@ def mapped(cut: Cut, width: int, place: Mapping[int, int]) -> Cut | None:
         )
         for runs in cut.runs
     )
-    sizes = {sum(run.stop - run.start for run in runs) for runs in found}
-    return Cut(width=width, runs=found) if len(sizes) == 1 and sizes != {0} else None
+    sizes = {sum(run.stop - run.start for run in runs) for runs in of_ranks}
+    return Cut(width=width, runs=of_ranks) if len(sizes) == 1 and sizes != {0} else None
 
 
 def repeated(cut: Cut, times: int) -> Cut:

@@ -228,10 +228,10 @@ class AdapterBatch:
         """Return the tables of all factors (`LowRankAdapter.addresses`): int64 [adapters, places,
         9], on the CPU.
         """
-        found = torch.stack([adapter.addresses for adapter in self.adapters])
-        for own, kept in zip(found[len(found) - len(self._kept) :], self._kept, strict=True):
+        tables = torch.stack([adapter.addresses for adapter in self.adapters])
+        for own, kept in zip(tables[len(tables) - len(self._kept) :], self._kept, strict=True):
             own[:, 4], own[:, 5] = kept.narrow, kept.dropout_row_ids.data_ptr()
-        return found
+        return tables
 
     @cached_property
     def dtype(self) -> torch.dtype | None:

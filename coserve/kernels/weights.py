@@ -272,12 +272,15 @@ def join(
     """Return the same weights and biases [out] in one piece each; as they are where only some have
     a bias.
     """
-    given = [bias for bias in biases if bias is not None]
-    if len(given) not in (0, len(weights)):
+    present = [bias for bias in biases if bias is not None]
+    if len(present) not in (0, len(weights)):
         return list(weights), list(biases)
     whole, parts = weights[0].joined(weights[1:])
     piece = Piece(
-        whole, parts, torch.cat(given) if given else None, [weight.shape[0] for weight in weights]
+        whole,
+        parts,
+        torch.cat(present) if present else None,
+        [weight.shape[0] for weight in weights],
     )
     return piece.members, piece.biases
 

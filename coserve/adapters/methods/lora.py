@@ -214,11 +214,11 @@ class LoraConfig(TargetedConfig):
         self, architecture: Architecture, *, every_target: bool = True
     ) -> dict[str, tuple[Part, str]]:
         experts = expert_sites(self.target_parameters, architecture)
-        found = super().sites(architecture, every_target=every_target)
+        targeted = super().sites(architecture, every_target=every_target)
         choices, modules = self._embeddings(architecture), tied_modules(architecture)
         targets = self.target_sites(architecture, every_target=False) if choices.tokens else ()
         choices.check_tokens(targets, use_dora=self.use_dora)
-        return {**found, **{module: modules[module] for module in choices.tokens}, **experts}
+        return {**targeted, **{module: modules[module] for module in choices.tokens}, **experts}
 
     def can_be_targets(self, architecture: Architecture) -> Mapping[str, tuple[Part, str]]:
         return {**architecture.linear_sites, **embedding_site(architecture)}
@@ -226,12 +226,12 @@ class LoraConfig(TargetedConfig):
     def target_sites(
         self, architecture: Architecture, *, every_target: bool
     ) -> dict[str, tuple[Part, str]]:
-        found = super().target_sites(architecture, every_target=every_target)
+        chosen = super().target_sites(architecture, every_target=every_target)
         if self._embeddings(architecture).ties_targets:
-            found |= tied_modules(architecture)
-        if architecture.embedding_name in found:
+            chosen |= tied_modules(architecture)
+        if architecture.embedding_name in chosen:
             self._check_embedding_target(architecture)
-        return found
+        return chosen
 
     def whole_names_of(self, architecture: Architecture) -> tuple[str, ...]:
         return self._embeddings(architecture).whole_names
@@ -369,7 +369,7 @@ class LoraConfig(TargetedConfig):
     def to_peft_tensors(
         self, values: Mapping[str, Tensor], layout: AdapterLayout
     ) -> dict[str, Tensor]:
-        found = {
+        plain = {
             name: value
             for name, value in values.items()
             if layout.places[layout.modules[name]].experts is None
@@ -377,23 +377,23 @@ class LoraConfig(TargetedConfig):
         experts = {
             expert_name(name, layout): to_stacked(value, layout.local_names[name])
             for name, value in values.items()
-            if name not in found
+            if name not in plain
         }
-        return {**super().to_peft_tensors(found, layout), **experts}
+        return {**super().to_peft_tensors(plain, layout), **experts}
 
     def from_peft_tensors(
         self, tensors: Mapping[str, Tensor], layout: AdapterLayout
     ) -> dict[str, Tensor]:
-        found = {}
+        values = {}
         for name, module in layout.modules.items():
             if layout.places[module].experts is None:
-                found[name] = self.from_peft_value(
+                values[name] = self.from_peft_value(
                     layout.local_names[name], tensors[self.file_name(name)]
                 )
             else:
                 stacked = tensors[expert_name(name, layout)]
-                found[name] = from_stacked(stacked, layout.shapes[name], layout.local_names[name])
-        return found
+                values[name] = from_stacked(stacked, layout.shapes[name], layout.local_names[name])
+        return values
 
     def to_peft_value(self, parameter: str, value: Tensor) -> Tensor:
         return value.T if parameter == EMBEDDING_A else value
@@ -429,7 +429,7 @@ class LoraConfig(TargetedConfig):
             raise AdapterError(
                 "target_parameters cannot be merged; merge the model with an adapter without them"
             )
-        scaling, found = self.scaling(site.place.module), {}
+        scaling, others = self.scaling(site.place.module), {}
         if EMBEDDING_A in parameters:
             return {"weight": site.dense_weight + embedding_change(parameters, scaling)}
         weight = site.dense_weight + scaling * (parameters[LORA_B] @ parameters[LORA_A])
@@ -440,8 +440,8 @@ class LoraConfig(TargetedConfig):
                 raise AdapterError(
                     f"lora_bias cannot be merged at {site.place.module}, which has no bias"
                 )
-            found["bias"] = site.bias + scaling * parameters[_BIAS]
-        return {"weight": weight, **found}
+            others["bias"] = site.bias + scaling * parameters[_BIAS]
+        return {"weight": weight, **others}
 
     def as_served(self, adapter: Adapter, *, is_fresh: bool) -> Adapter:
         """Return a LoRA of twice the rank, where the initial factors are a part of the weight (see

@@ -267,7 +267,7 @@ class Operator(ABC):
 
         Only listed layouts are used: an operator without any runs on whole tensors.
         """
-        found = [
+        layouts = [
             Layout(
                 inputs={**dict.fromkeys(slots, PART), **dict.fromkeys(self.added, FIRST)},
                 outputs=_parts(self),
@@ -284,12 +284,12 @@ class Operator(ABC):
                     for slot in given.specs
                     if (own := vector_cut(given.specs[slot], cut)) is not None
                 }
-                found.append(
+                layouts.append(
                     Layout(
                         inputs=dict.fromkeys(slots, cut) | vectors, outputs={self.outputs[0]: cut}
                     )
                 )
-        return found
+        return layouts
 
     def demands(self, given: Given) -> dict[str, Cut]:
         """Return the cuts of row inputs that go with the cuts of the outputs (`Given.cuts`)."""
@@ -334,15 +334,15 @@ class Operator(ABC):
         Raises:
             GraphError: a slot has no rule, or its rule says that there is no gradient.
         """
-        found: dict[str, None] = {}
+        slots: dict[str, None] = {}
         for slot in wanted:
             if slot not in self.needs:
                 raise GraphError(f"operator {self.name} has no gradient rule for {slot}")
             rule = self.needs[slot]
             if rule is None:
                 raise GraphError(f"operator {self.name} has no gradient with respect to {slot}")
-            found.update(dict.fromkeys(need for need in rule if need in given))
-        return tuple(found)
+            slots.update(dict.fromkeys(need for need in rule if need in given))
+        return tuple(slots)
 
 
 class RowWise(Operator):

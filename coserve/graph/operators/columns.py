@@ -31,26 +31,26 @@ class Columns(Operator):
         return {"y": ((attributes["groups"] * attributes["width"],), None)}
 
     def layouts(self, given: Given) -> Sequence[Layout]:
-        found = list(super().layouts(given))
+        layouts = list(super().layouts(given))
         place = _place(given.attributes)
         for cut in given.cuts_of("x"):
             y = mapped(cut, len(place), {column: own for own, column in place.items()})
             if y is not None and _local_attributes(given.attributes, cut) is not None:
-                found.append(Layout(inputs={"x": cut}, outputs={"y": y}))
-        return found
+                layouts.append(Layout(inputs={"x": cut}, outputs={"y": y}))
+        return layouts
 
     def demands(self, given: Given) -> dict[str, Cut]:
         cut = given.cuts.get("y")
-        found = cut and mapped(cut, given.specs["x"].shape[0], _place(given.attributes))
-        return {"x": found} if found else {}
+        mapped_cut = cut and mapped(cut, given.specs["x"].shape[0], _place(given.attributes))
+        return {"x": mapped_cut} if mapped_cut else {}
 
     def localized(
         self, attributes: Attributes, states: Mapping[str, AnyState], rank: int
     ) -> Attributes:
         cut = states["x"]
-        found = _local_attributes(attributes, cut) if isinstance(cut, Cut) else attributes
-        assert found is not None, "a layout of this operator"
-        return found
+        local = _local_attributes(attributes, cut) if isinstance(cut, Cut) else attributes
+        assert local is not None, "a layout of this operator"
+        return local
 
     def forward(
         self, values: Values, attributes: Attributes, context: Context
@@ -118,11 +118,11 @@ def _add_to_part(total: Tensor, dy: Tensor, attributes: Attributes) -> None:
 
 def _parts(attributes: Attributes) -> list[Attributes]:
     """Return the attributes of a `columns` for each part of a `regroup`."""
-    start, found = attributes["start"], list[Attributes]()
+    start, parts = attributes["start"], list[Attributes]()
     for width in attributes["widths"]:
-        found.append({**attributes, "start": start, "width": width})
+        parts.append({**attributes, "start": start, "width": width})
         start += width
-    return found
+    return parts
 
 
 def _place(attributes: Attributes) -> dict[int, int]:
@@ -145,7 +145,7 @@ def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
     """
     parts = _parts(attributes) if "widths" in attributes else [attributes]
     bounds = [parts[0]["start"], *(each["start"] + each["width"] for each in parts)]
-    found = set[tuple[int, ...]]()
+    shapes = set[tuple[int, ...]]()
     for runs in cut.runs:
         held: dict[int, list[int]] = {}
         for run in runs:
@@ -155,10 +155,10 @@ def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
             (len(held), len(each), *(sum(c < bound for c in each) for bound in bounds))
             for each in held.values()
         }
-        found |= of_groups
-    if len(found) != 1:
+        shapes |= of_groups
+    if len(shapes) != 1:
         return None
-    [(groups, of, start, *ends)] = found
+    [(groups, of, start, *ends)] = shapes
     widths = tuple(end - before for before, end in pairwise((start, *ends)))
     if 0 in widths:
         return None

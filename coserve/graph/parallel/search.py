@@ -76,9 +76,9 @@ def place_backbone(
     search = Search(
         graph, size, score=memory_first, start={name: (state,) for name, state in fixed}
     )
-    found = search.run(dict.fromkeys(graph.outputs, (WHOLE,)))
-    assert found is not None, "all ranks can run everything"
-    return found[1]
+    best = search.run(dict.fromkeys(graph.outputs, (WHOLE,)))
+    assert best is not None, "all ranks can run everything"
+    return best[1]
 
 
 class Search:
@@ -125,12 +125,12 @@ class Search:
             and tensor.name not in self._graph.producer
             and tensor.name in self._last
         }
-        found: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {
+        ways: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {
             frozenset(inputs.items()): (Score(), None)
         }
         for index, node in enumerate(self._graph.nodes):
             after: dict[frozenset[tuple[str, Forms]], tuple[Score, _Trail]] = {}
-            for key, (score, trail) in found.items():
+            for key, (score, trail) in ways.items():
                 for forms, more, decision in self._steps(node, dict(key)):
                     # Only tensors that later nodes read tell two ways apart: the cheaper one stays.
                     left = frozenset(
@@ -141,10 +141,10 @@ class Search:
                     total = _plus(score, more)
                     if left not in after or total < after[left][0]:
                         after[left] = (total, (trail, decision))
-            found = after
+            ways = after
         ended = [
             each
-            for key, (score, trail) in found.items()
+            for key, (score, trail) in ways.items()
             for each in self._ended(dict(key), score, trail, ends)
         ]
         return min(ended, key=lambda each: each[0], default=None)
@@ -290,11 +290,15 @@ class Search:
             return []
         if wanted is WHOLE:
             # A gather moves half of what a sum does.
-            found: list[tuple[str, AnyState]] = [
+            collectives: list[tuple[str, AnyState]] = [
                 ("rank_gather", each) for each in forms if isinstance(each, Cut)
             ]
-            found += [("rank_sum", PART)] if PART in forms else []
-            return [Conversion(found[0][0], name, found[0][1], WHOLE)] if found else None
+            collectives += [("rank_sum", PART)] if PART in forms else []
+            return (
+                [Conversion(collectives[0][0], name, collectives[0][1], WHOLE)]
+                if collectives
+                else None
+            )
         if wanted is COPIED:
             before = self._converted(name, forms, WHOLE)
             return (
@@ -325,13 +329,13 @@ def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, C
         cut = wanted.get(name) or even_cut(graph.spec[name].shape[-1], size, padded=True)
         assert cut is not None
         asked[name] = [(None, cut)]
-    found = dict[str, Cut]()
+    cuts = dict[str, Cut]()
     for node in reversed(graph.nodes):
         for name in node.output.values():
             width = graph.spec[name].shape[-1] if graph.spec[name].shape else 1
             cut = _common(asked[name]) if name in asked else even_cut(width, size)
             if cut is not None:
-                found[name] = cut
+                cuts[name] = cut
         given = Given(
             size=size,
             specs=graph.slot_specs(node),
@@ -339,11 +343,11 @@ def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, C
             states={
                 slot: frozenset() for slot, name in node.inputs if _has_gradient(graph.spec[name])
             },
-            cuts={slot: found[name] for slot, name in node.outputs if name in found},
+            cuts={slot: cuts[name] for slot, name in node.outputs if name in cuts},
         )
         for slot, cut in node.operator.demands(given).items():
             asked.setdefault(node.input[slot], []).append((node.operator, cut))
-    return found
+    return cuts
 
 
 def _common(asked: list[tuple[Operator | None, Cut]]) -> Cut | None:
