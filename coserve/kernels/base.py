@@ -165,7 +165,7 @@ class Backend(ABC):
         return None
 
     def row_copies(
-        self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int
+        self, tensors: Sequence[Tensor], *, in_place: bool, max_rows: int
     ) -> RowCopies | None:
         """Make copies, for calls that are captured, of rows between these tensors and others; None
         where this backend captures nothing.
@@ -173,7 +173,7 @@ class Backend(ABC):
         Args:
             in_place: whether rows stand for the others' rows of the same number; otherwise the
                 first row stands for the first that is copied.
-            most_rows: maximum number of rows.
+            max_rows: maximum number of rows.
         """
         return None
 

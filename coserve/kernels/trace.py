@@ -94,12 +94,12 @@ class TracedCalls(ABC):
 
     @property
     @abstractmethod
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Return the maximum number of rows of a step; for some kinds of steps it may be less."""
 
     @property
     @abstractmethod
-    def most_prompt_pairs(self) -> int:
+    def max_prompt_pairs(self) -> int:
         """Return the maximum number of pairs of a row and a key of prompts in a step."""
 
     @property

@@ -60,14 +60,14 @@ class PageStores:
         far; 0 without any.
         """
         return max(
-            [calls.most_rows for calls in self.traces.values() if calls is not None], default=0
+            [calls.max_rows for calls in self.traces.values() if calls is not None], default=0
         )
 
     @property
     def most_prompt_pairs(self) -> int:
         """Return the maximum number of pairs of a row and a key of prompts in such a step."""
         return max(
-            [calls.most_prompt_pairs for calls in self.traces.values() if calls is not None],
+            [calls.max_prompt_pairs for calls in self.traces.values() if calls is not None],
             default=0,
         )
 
@@ -192,9 +192,9 @@ def run_at_once(
     for window in windows:
         places |= 0 if window.adapter is None else window.adapter.mask
     calls = _traced_calls(backbone, requests.stores, inputs, _Traced(places, bool(windows)))
-    if calls is None or inputs["x"].shape[0] > calls.most_rows:
+    if calls is None or inputs["x"].shape[0] > calls.max_rows:
         return None
-    if sum([piece.num_pairs for piece in requests.pieces]) > calls.most_prompt_pairs:
+    if sum([piece.num_pairs for piece in requests.pieces]) > calls.max_prompt_pairs:
         return None
     traced, with_adapters, row = [], [], requests.pages.shape[0]
     for window in windows:

@@ -177,7 +177,7 @@ class WindowRoom:
             in_place: Whether the room's tensors have a row for each of the pack's.
         """
         most_rows = self.size.keys if in_place else self.size.rows
-        copies = self._backend.row_copies(tensors, in_place=in_place, most_rows=most_rows)
+        copies = self._backend.row_copies(tensors, in_place=in_place, max_rows=most_rows)
         assert copies is not None, "a backend that captures"
         return copies
 

@@ -187,12 +187,12 @@ class _WatchedCalls(TracedCalls):
         self._inner, self._ledger = inner, ledger
 
     @property
-    def most_rows(self) -> int:
-        return self._inner.most_rows
+    def max_rows(self) -> int:
+        return self._inner.max_rows
 
     @property
-    def most_prompt_pairs(self) -> int:
-        return self._inner.most_prompt_pairs
+    def max_prompt_pairs(self) -> int:
+        return self._inner.max_prompt_pairs
 
     @property
     def rows_apart(self) -> bool:

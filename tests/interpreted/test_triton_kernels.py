@@ -113,7 +113,7 @@ def test_rows_are_copied_to_addresses_and_back(widths, in_place):
         torch.randint(100, 200, (12, width), dtype=torch.uint8).to(DEVICE) for width in widths
     ]
     places = torch.tensor([other.data_ptr() for other in others], device=DEVICE)
-    copies = TRITON.row_copies(own, in_place=in_place, most_rows=6)
+    copies = TRITON.row_copies(own, in_place=in_place, max_rows=6)
     for first, n in ((3, 6), (0, 1), (5, 0), (11, 1)):
         rows, expected = (
             torch.tensor([first, n], device=DEVICE),

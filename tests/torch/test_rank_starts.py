@@ -250,7 +250,7 @@ def test_a_job_needs_as_much_of_every_rank(case):
 class NeverFitting(TracedCalls):
     """Calls that are for no step."""
 
-    most_rows = most_prompt_pairs = 0
+    max_rows = max_prompt_pairs = 0
     rows_apart = False
     kept: ClassVar[dict[Any, int]] = {}
 

@@ -217,8 +217,8 @@ class CpuProducts:
             and (y := self.tiles.int8_skinny_gemm(x, values, scales, bias)) is not None
         ):
             return y
-        name, most_rows = kernel_for_few_int8_rows(self._kernels, x.dtype)
-        if 0 < x.shape[0] <= most_rows and _is_for_int8(x, bias):
+        name, max_rows = kernel_for_few_int8_rows(self._kernels, x.dtype)
+        if 0 < x.shape[0] <= max_rows and _is_for_int8(x, bias):
             return self._int8_skinny_gemm(name, x, values, scales, bias)
         if not has_native:
             return plain.int8_product(x, values, scales, bias)

@@ -103,7 +103,7 @@ class CpuTrace(Trace[PlainBackend]):
         self.has_adapters = False
         self.has_attention_tiles = kernels.has_tiles and dtype == torch.bfloat16
         self.head_width = 0
-        self.most_rows = 1 << 30
+        self.max_rows = 1 << 30
         self.has_tile_products = False
 
     @property
@@ -188,7 +188,7 @@ class CpuTrace(Trace[PlainBackend]):
                 row_bytes=self._memory.num_bytes,
                 output=y.source,
                 width=y.width,
-                most_rows=self.most_rows,
+                max_rows=self.max_rows,
                 has_tile_products=self.has_tile_products,
                 has_adapters=self.has_adapters,
                 has_attention_tiles=self.has_attention_tiles,
@@ -276,12 +276,12 @@ class _Tracer(PlainBackend):
             raise UntraceableError
         if not self._trace.is_bfloat16:
             return self._product(
-                "float32_product", x, (weight,), bias, step("few_rows"), most_rows=MAX_FLOAT32_ROWS
+                "float32_product", x, (weight,), bias, step("few_rows"), max_rows=MAX_FLOAT32_ROWS
             )
         if self._fit_tiles(weight, bias):
             return self._tile_product("product", x, weight, bias, (), weight.shape[0])
-        name, most_rows = kernel_for_few_rows(self._trace.kernels)
-        return self._product(name, x, (weight,), bias, most_rows=most_rows)
+        name, max_rows = kernel_for_few_rows(self._trace.kernels)
+        return self._product(name, x, (weight,), bias, max_rows=max_rows)
 
     @property
     def fused(self) -> Mapping[str, Callable[..., Tensor | None]]:  # type: ignore[override]
@@ -350,10 +350,10 @@ class _Tracer(PlainBackend):
                 x,
                 (values, scales),
                 bias,
-                most_rows=tile_products.MAX_ROWS,
+                max_rows=tile_products.MAX_ROWS,
             )
-        name, most_rows = kernel_for_few_int8_rows(self._trace.kernels, self._trace.dtype)
-        return self._product(name, x, (values, scales), bias, most_rows=most_rows)
+        name, max_rows = kernel_for_few_int8_rows(self._trace.kernels, self._trace.dtype)
+        return self._product(name, x, (values, scales), bias, max_rows=max_rows)
 
     def _product(
         self,
@@ -362,11 +362,11 @@ class _Tracer(PlainBackend):
         weight: tuple[Tensor, ...],
         bias: Tensor | None,
         *more: StepNumber,
-        most_rows: int,
+        max_rows: int,
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
         self._check(rows, weight, bias)
-        trace.most_rows = min(trace.most_rows, most_rows)
+        trace.max_rows = min(trace.max_rows, max_rows)
         y = trace.new(outer)
         sizes = (step("num_rows"), inner, outer, *more, step("num_threads"))
         trace.call(kernel, rows, rows.step, *weight, bias, y, *sizes)

@@ -56,7 +56,7 @@ class WrittenCalls:
     """Place of the output's rows in that memory."""
     width: int
     """Elements of a row of the output."""
-    most_rows: int
+    max_rows: int
     """Maximum number of rows that all kernels are for."""
     has_tile_products: bool
     """Whether there are products in tiles, which are for fewer rows with many threads."""
@@ -79,17 +79,17 @@ class CpuCalls(TracedCalls):
         self._written = written
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         written = self._written
         bounded = written.has_tile_products and not has_wide_products(written.kernels)
-        return min(written.most_rows, MAX_ROWS) if bounded else written.most_rows
+        return min(written.max_rows, MAX_ROWS) if bounded else written.max_rows
 
     @property
     def kept(self) -> Mapping[Hashable, int]:
         return self._written.kept
 
     @property
-    def most_prompt_pairs(self) -> int:
+    def max_prompt_pairs(self) -> int:
         return ANY_PROMPT_PAIRS if self._written.has_attention_tiles else MAX_PROMPT_PAIRS
 
     @property
@@ -109,8 +109,8 @@ class CpuCalls(TracedCalls):
             return False
         if not written.has_attention_tiles:
             return all(_is_short(window.segments) for window in step.windows)
-        most_keys = max([piece.num_keys for piece in self._by_tiles(step.pieces)], default=0)
-        return has_room_for_tiles(most_keys, written.head_width)
+        max_keys = max([piece.num_keys for piece in self._by_tiles(step.pieces)], default=0)
+        return has_room_for_tiles(max_keys, written.head_width)
 
     def run(self, step: TracedStep) -> Tensor:
         return self._run(step, 0)

@@ -79,9 +79,9 @@ class TritonBackend(PlainBackend):
         return self._tables.TritonAttentionRoom(num_rows, num_keys, num_segments, self.device)
 
     def row_copies(
-        self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int
+        self, tensors: Sequence[Tensor], *, in_place: bool, max_rows: int
     ) -> RowCopies | None:
-        return self._rows.AddressedCopies(tensors, in_place=in_place, most_rows=most_rows)
+        return self._rows.AddressedCopies(tensors, in_place=in_place, max_rows=max_rows)
 
     def add_adapters(
         self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch

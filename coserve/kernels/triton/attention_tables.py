@@ -42,9 +42,9 @@ class Cumulative:
     """Number of rows up to each segment, int32 [segments + 1]."""
     keys: Tensor
     """Number of keys up to each segment, int32 [segments + 1]."""
-    most_rows: int
+    max_rows: int
     """Maximum number of rows of a segment."""
-    most_keys: int
+    max_keys: int
     """Maximum number of keys of a segment."""
     of_store: slice
     """The segments' keys among those of the store."""
@@ -166,8 +166,8 @@ class TritonAttentionBatch(AttentionBatch):
         return Cumulative(
             rows=ends[: len(rows)],
             keys=ends[len(rows) :],
-            most_rows=max(segment.num_rows for segment in self._segments),
-            most_keys=max(segment.num_keys for segment in self._segments),
+            max_rows=max(segment.num_rows for segment in self._segments),
+            max_keys=max(segment.num_keys for segment in self._segments),
             of_store=slice(first, first + keys[-1]),
         )
 

@@ -42,7 +42,7 @@ def forward(
     """Implement `Backend.attention`."""
     stores = (_own(keys, segments, q), _own(values, segments, q))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, *stores, segments.rows, segments.keys, segments.most_rows, segments.most_keys),
+        *(q, *stores, segments.rows, segments.keys, segments.max_rows, segments.max_keys),
         *(0.0, True, False),
         scale=spec.scale,
         **_window(spec),
@@ -73,7 +73,7 @@ def backward(
     dq: Tensor
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(grad.contiguous(), q, *stores, out, lse.T.contiguous(), segments.rows, segments.keys),
-        *(segments.most_rows, segments.most_keys, 0.0, True, nothing, nothing),
+        *(segments.max_rows, segments.max_keys, 0.0, True, nothing, nothing),
         scale=spec.scale,
         **_window(spec),
     )

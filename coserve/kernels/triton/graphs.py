@@ -215,14 +215,14 @@ class GraphCalls(TracedCalls):
         self._graphs: dict[_Size, _Graph | None] = {}  # None: of what cannot be captured
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Return the maximum number of rows of steps with pieces of prompts, or of requests that
         decode.
         """
         return max(PROMPT_ROWS[-1], DECODE_ROWS[-1])
 
     @property
-    def most_prompt_pairs(self) -> int:
+    def max_prompt_pairs(self) -> int:
         return ANY_PROMPT_PAIRS
 
     @property
@@ -293,7 +293,7 @@ class GraphCalls(TracedCalls):
             adapters = _AdapterRoom(size, num_places, step.adapters.mask, self._backend.device)
         if (rows := self._rows) is None:
             widths = {name: rows.shape[1] for name, rows in step.inputs.items()}
-            rows = self._rows = _Rows(self.most_rows, widths, self._dtype, self._backend.device)
+            rows = self._rows = _Rows(self.max_rows, widths, self._dtype, self._backend.device)
         rows.clear()  # it runs before it is captured
         room = _Room(size, rows, self._page_table, adapters)
         trace = _RoomTrace(self._backend, room)

@@ -118,7 +118,7 @@ class AddressedCopies(RowCopies):
     tensors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, in_place: bool, most_rows: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, in_place: bool, max_rows: int) -> None:
         widths = [tensor[:1].nbytes for tensor in tensors]
         self._word_bytes = next(
             size for size in (8, 4, 2, 1) if not any(width % size for width in widths)
@@ -128,8 +128,8 @@ class AddressedCopies(RowCopies):
             for tensor, width in zip(tensors, widths, strict=True)
         ]
         self._in_place, self._own = in_place, on_device(numbers, tensors[0].device, torch.int64)
-        most_words = most_rows * max(widths) // self._word_bytes
-        self._grid = len(tensors), triton.cdiv(most_words, _COPIED_WORDS)
+        max_words = max_rows * max(widths) // self._word_bytes
+        self._grid = len(tensors), triton.cdiv(max_words, _COPIED_WORDS)
 
     def store(self, others: Tensor, rows: Tensor) -> None:
         self._copy(others, rows, loads=False)
