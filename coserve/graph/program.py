@@ -188,6 +188,8 @@ class _Scheduler:
         self._steps: list[Instruction] = []
 
     def schedule(self) -> list[Instruction]:
+        # Gradients of parameters may read a tensor that the VJP of an earlier node restores. They
+        # wait for it here, which holds up nothing: no other gradient reads theirs.
         waiting: list[GradientNode] = []
         for gradient in self._backward.nodes:
             now = tuple(slot for slot in gradient.wanted if self._can_read(gradient, slot))
@@ -270,6 +272,7 @@ def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruc
         merged.pop()
         if rest := tuple(slot for slot in before.wanted if slot != "x"):
             merged.append(_narrowed(before, rest))
+        # The first node keeps its other gradients; that of x moves to the merged instruction.
         slots = {name: slot for slot, name in node.inputs}
         parts = (_narrowed(before, ("x",)), step)
         reads = tuple((slots[name], name) for part in parts for _, name in part.reads)

@@ -382,6 +382,7 @@ class _Tracer(PlainBackend):
         self, x: Tensor, outputs: Sequence[Tensor], first_place: int, batch: AdapterBatch
     ) -> None:
         trace, rows = self._trace, self._trace.rows(x)
+        # The adapters of a step are known when it runs: the calls read them from its numbers.
         if batch is not trace.adapters:
             raise UntraceableError
         trace.has_adapters = True
@@ -410,6 +411,8 @@ class _Tracer(PlainBackend):
             or values.stride() != keys.stride()
         ):
             raise UntraceableError
+        # Three kernels fill one output: each takes the rows of a step that are for it, and leaves
+        # the others. Rows of prompts that attend in tiles have length 0 for the first.
         y, lse = trace.new(rows.width, heads=rows.heads), trace.room(4 * rows.heads)
         tables = (step("table"), step("first_page"), step("lengths"))
         heads, seen = (

@@ -136,6 +136,7 @@ class CpuCalls(TracedCalls):
         table, first_page, lengths = step.attention.single.paged
         inputs = [step.inputs[name].contiguous() for name in written.inputs]
         assert all(rows.shape[0] == n and rows.dtype == written.dtype for rows in inputs)
+        # One allocation for all tensors of the step, each at its place times the number of rows.
         memory = torch.empty(n * written.row_bytes + ALIGNMENT, dtype=torch.uint8)
         skipped = -memory.data_ptr() % ALIGNMENT
         adapters = (0, 0, 0, 0, 0)
@@ -157,6 +158,7 @@ class CpuCalls(TracedCalls):
                 rows = slice(piece.first_row, piece.first_row + piece.num_rows)
                 lengths[rows] = 0
                 pieces.extend((rows.start, piece.num_rows, piece.num_keys, starts[rows.stop - 1]))
+        # In the order of `STEP_NUMBERS`, and then the inputs.
         numbers = array(
             "q", [n, memory.data_ptr() + skipped, torch.get_num_threads(), num_paged_rows]
         )
