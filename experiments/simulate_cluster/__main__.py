@@ -29,7 +29,7 @@ def simulate_cluster(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Fine-tuning jobs, in the format of Philly's: submit_s,num_gpus,duration_s. [none]",
+            help="Jobs in the format of Philly's: submit_s,num_gpus,duration_s. [none]",
         ),
     ] = None,
     where: Where = None,
