@@ -187,7 +187,7 @@ def compare(
         int | None,
         typer.Option(min=1, help="Number of processes, with --device modelled. [one per core]"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, prompts and examples.")] = 0,
     save: Save = None,
 ) -> None:
     """Compare every policy on one trace and one mix of jobs, with the same SLOs, in one run.

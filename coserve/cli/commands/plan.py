@@ -91,7 +91,7 @@ def plan(
         Path,
         typer.Option(callback=report_option, help="Report to write, as an HTML page."),
     ] = Path("plan.html"),
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, prompts and examples.")] = 0,
 ) -> None:
     """Predict how much fine-tuning a trace of requests leaves over, hour by hour, and on how many
     devices.
