@@ -68,9 +68,9 @@ def main() -> None:
     parser.add_argument("--kernels")
     parser.add_argument("--turns", type=int, default=5)
     add_save_option(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     keep_freed_memory()
-    backbone = load_backbone(given.model, dtype=given.dtype, kernels=given.kernels)
+    backbone = load_backbone(options.model, dtype=options.dtype, kernels=options.kernels)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     num_pages = CONTEXT // BLOCK + 1
     pages = PagedKv(backbone, num_pages=NUM_REQUESTS * num_pages, block_tokens=BLOCK)
@@ -88,19 +88,19 @@ def main() -> None:
     sides = sides_of(backbone)
     times: dict[str, list[float]] = {name: [] for name in sides}
     with torch.inference_mode():
-        for turn in range(given.turns + 1):  # the first warms up
+        for turn in range(options.turns + 1):  # the first warms up
             for name, users in sides.items():
-                found = [step_s(users) for _ in range(4)]
-                times[name] += found if turn else []
+                times_s = [step_s(users) for _ in range(4)]
+                times[name] += times_s if turn else []
     print(
-        f"{describe(torch.device('cpu'))}, {given.model}, {given.dtype}, "
+        f"{describe(torch.device('cpu'))}, {options.model}, {options.dtype}, "
         f"{type(backbone.backend).__name__}"
     )
     middle = {name: 1e3 * median(each) for name, each in times.items()}
     for name, ms in middle.items():
         print(f"{name:28} {ms:7.1f} ms {ms / middle['none']:6.2f}")
     print_result(
-        "adapters", {"step_ms": {name: round(ms, 2) for name, ms in middle.items()}}, given.save
+        "adapters", {"step_ms": {name: round(ms, 2) for name, ms in middle.items()}}, options.save
     )
 
 

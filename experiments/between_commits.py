@@ -65,19 +65,20 @@ def main() -> None:
         "--kinds", default="decode,train", help=f"of {', '.join(_KINDS)} [decode,train]"
     )
     add_save_option(parser)
-    given = parser.parse_args()
-    kinds = given.kinds.split(",")
+    options = parser.parse_args()
+    kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(_KINDS):
         parser.error(f"unknown kinds: {', '.join(sorted(unknown))}; there are: {', '.join(_KINDS)}")
-    found: dict[str, dict[str, list[float]]] = {}
+    seconds: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as home:
-        texts = [side.partition("=")[::2] for side in given.sides]
+        texts = [side.partition("=")[::2] for side in options.sides]
         for kind in kinds:
             sides = {
-                name: _start(name, text, given, given.homes or Path(home)) for name, text in texts
+                name: _start(name, text, options, options.homes or Path(home))
+                for name, text in texts
             }
             try:
-                rows = _in_turns(kind, sides, given.turns)
+                rows = _in_turns(kind, sides, options.turns)
             finally:
                 for side in sides.values():
                     _end(side)
@@ -85,12 +86,12 @@ def main() -> None:
                 for name, numbers in _told(by_side).items():
                     told = " ".join(f"{key} {value}" for key, value in numbers.items())
                     print(f"{row:>14} {name:>14} {told}", flush=True)
-            found |= rows
-    result = {kind: _told(by_side) for kind, by_side in found.items()}
+            seconds |= rows
+    result = {kind: _told(by_side) for kind, by_side in seconds.items()}
     print_result(
         "between_commits",
-        {"model": given.model, "dtype": given.dtype, "turns": given.turns, "rows": result},
-        given.save,
+        {"model": options.model, "dtype": options.dtype, "turns": options.turns, "rows": result},
+        options.save,
     )
 
 
@@ -105,7 +106,7 @@ def _in_turns(
         calls = [(f"coserve {_OBJECTIVE_STEPS * solo_s[0]}", turns)]
     else:
         calls = [(kind, {"decode": 6, "http": 12, "plan": 1}[kind] * turns)]
-    found: dict[str, dict[str, list[float]]] = {}
+    rows: dict[str, dict[str, list[float]]] = {}
     for call, number in calls:
         for turn in range(number + 1):  # the first warms up
             # What a side leaves undone when its call has ended meets each of the others as often.
@@ -113,11 +114,11 @@ def _in_turns(
                 for what, seconds in _ask(side, call).items():
                     row = f"{kind} {what}" if kind == "coserve" else call
                     if turn:
-                        found.setdefault(row, {each: [] for each in sides})[name].append(seconds)
+                        rows.setdefault(row, {each: [] for each in sides})[name].append(seconds)
     # PEFT's side does not decode.
     return {
         row: {name: taken for name, taken in by_side.items() if taken}
-        for row, by_side in found.items()
+        for row, by_side in rows.items()
     }
 
 
@@ -133,7 +134,9 @@ def _told(by_side: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _start(name: str, text: str, given: argparse.Namespace, home: Path) -> "subprocess.Popen[str]":
+def _start(
+    name: str, text: str, options: argparse.Namespace, home: Path
+) -> "subprocess.Popen[str]":
     directory, *settings = text.split(":")
     place = str(Path(directory).resolve())
     environment = {**os.environ, "PYTHONPATH": place, "COSERVE_HOME": str(home / name)}
@@ -145,8 +148,8 @@ def _start(name: str, text: str, given: argparse.Namespace, home: Path) -> "subp
         "ignore",
         __file__,
         "--side",
-        given.model,
-        given.dtype,
+        options.model,
+        options.dtype,
         *settings,
     ]
     return subprocess.Popen(
@@ -166,8 +169,8 @@ def _ask(side: "subprocess.Popen[str]", call: str) -> dict[str, float]:
     side.stdin.flush()
     if not (line := side.stdout.readline()):
         raise SystemExit("a side ended: see its error above")
-    found: dict[str, float] = json.loads(line)
-    return found
+    result: dict[str, float] = json.loads(line)
+    return result
 
 
 def _end(side: "subprocess.Popen[str]") -> None:
@@ -332,8 +335,8 @@ def _phase(bench: Any, tpot_s: float) -> dict[str, float]:
     from coserve import Slo
 
     bench.slo = Slo(ttft_s=2.0, tpot_s=tpot_s)
-    found = bench.phase("slack", _PHASE_S)
-    return {"tuning": 1 / found.tuning_tokens_per_s, "tpot": 1e-3 * found.tpot_ms(0.5)}
+    phase = bench.phase("slack", _PHASE_S)
+    return {"tuning": 1 / phase.tuning_tokens_per_s, "tpot": 1e-3 * phase.tpot_ms(0.5)}
 
 
 def _planning() -> Callable[[], dict[str, float]]:
@@ -350,8 +353,8 @@ def _planning() -> Callable[[], dict[str, float]]:
         script["main"].__globals__["REPEATS"] = _PLAN_REPEATS
         with redirect_stdout(StringIO()) as output:
             script["main"]()
-        found = json.loads(output.getvalue().splitlines()[-1])
-        return {"step": 1e-6 * sum(plan["min_us"] for plan in found["plans"])}
+        plans = json.loads(output.getvalue().splitlines()[-1])
+        return {"step": 1e-6 * sum(plan["min_us"] for plan in plans["plans"])}
 
     return plans
 

@@ -150,21 +150,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
     add_save_option(parser)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     cells = [
-        Cell(rate=rate, seconds=asked.seconds, seed=seed, placement=name, settings=settings)
+        Cell(rate=rate, seconds=options.seconds, seed=seed, placement=name, settings=settings)
         for rate, (name, settings), seed in product(
-            map(float, asked.rates.split(",")), placements(), range(asked.seeds)
+            map(float, options.rates.split(",")), placements(), range(options.seeds)
         )
-        if asked.placement in (None, name)
+        if options.placement in (None, name)
     ]
     found = list[dict[str, Any]]()
-    with worker_processes(asked.workers) as pool:
+    with worker_processes(options.workers) as pool:
         for row in pool.map(run, cells):
             found.append(row)
             shown = {name: value for name, value in row.items() if name != "seconds"}
             print(" ".join(f"{name} {value}" for name, value in shown.items()), file=sys.stderr)
-    print_result("cluster_engines", {"rows": found}, asked.save)
+    print_result("cluster_engines", {"rows": found}, options.save)
 
 
 if __name__ == "__main__":

@@ -153,9 +153,9 @@ def main() -> int:
     parser.add_argument(
         "--tolerance", type=float, default=0.05, help="share by which numbers may differ [0.05]"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        before, after = read_result(given.before), read_result(given.after)
+        before, after = read_result(options.before), read_result(options.after)
     except CoserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -168,12 +168,12 @@ def main() -> int:
     if not both:
         print("error: the results have no number in common", file=sys.stderr)
         return 2
-    fell = [each for each in both if each.fell(given.tolerance)]
-    others = [each for each in both if each.exceeds(given.tolerance) and each not in fell]
+    fell = [each for each in both if each.fell(options.tolerance)]
+    others = [each for each in both if each.exceeds(options.tolerance) and each not in fell]
     _print(fell, "fell")
     _print([each for each in others if each.better is not None], "rose")
     _print([each for each in others if each.better is None], "differs, and is not judged")
-    print(f"\n{len(fell)} of {len(both)} numbers fell by more than {given.tolerance:.0%}")
+    print(f"\n{len(fell)} of {len(both)} numbers fell by more than {options.tolerance:.0%}")
     return 1 if fell else 0
 
 

@@ -90,8 +90,8 @@ class Server:
         return str(made.json()["id"])
 
     async def job(self, id: str) -> dict[str, Any]:
-        found: dict[str, Any] = (await self._client.get(f"/v1/fine_tuning/jobs/{id}")).json()
-        return found
+        result: dict[str, Any] = (await self._client.get(f"/v1/fine_tuning/jobs/{id}")).json()
+        return result
 
     async def losses(self, id: str) -> list[float]:
         """Return the losses by optimizer step."""
@@ -133,9 +133,9 @@ async def learn(
     served: list[tuple[int, float]] = []
     job = await server.job(id)
     while job["status"] in ("validating_files", "queued", "running"):
-        found = await server.accuracy(job["coserve"]["adapter"], pairs)
-        if found is not None:
-            served.append((job["coserve"]["step"], found))
+        accuracy = await server.accuracy(job["coserve"]["adapter"], pairs)
+        if accuracy is not None:
+            served.append((job["coserve"]["step"], accuracy))
         await asyncio.sleep(0.01)
         job = await server.job(id)
     assert job["status"] == "succeeded", job["error"]
@@ -187,16 +187,16 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     add_save_option(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         os.environ["COSERVE_HOME"] = home
-        found = asyncio.run(play(given.epochs, given.seed, Path(home)))
-    for way, each in found.items():
+        result = asyncio.run(play(options.epochs, options.seed, Path(home)))
+    for way, each in result.items():
         print(
             f"{way:22} loss {each['loss']} served {each['served']} at the end {each['end']} in "
             f"{each['seconds']} s"
         )
-    print_result("data_parallel", found, given.save)
+    print_result("data_parallel", result, options.save)
 
 
 if __name__ == "__main__":

@@ -109,18 +109,18 @@ class _Machine:
             stderr=subprocess.PIPE,
             text=True,
         )
-        found = Start(case=name)
-        reading = threading.Thread(target=_read_lines, args=(process, start_s, found))
+        result = Start(case=name)
+        reading = threading.Thread(target=_read_lines, args=(process, start_s, result))
         reading.start()
         try:
             _watch(
-                f"http://127.0.0.1:{port}", process, start_s, found, until_measured=until_measured
+                f"http://127.0.0.1:{port}", process, start_s, result, until_measured=until_measured
             )
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
             reading.join()
-        return found
+        return result
 
     def forget_profiles(self) -> None:
         """Remove measured profiles, wherever this version of the code keeps them."""
@@ -214,29 +214,29 @@ def main() -> None:
         "--lines", action="store_true", help="print what each start wrote to stderr"
     )
     add_save_option(parser)
-    given = parser.parse_args()
-    if unknown := set(given.cases) - set(CASES):
+    options = parser.parse_args()
+    if unknown := set(options.cases) - set(CASES):
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
     starts: list[Start] = []
     print(f"{'case':<14}{'first line':>12}{'/health':>10}{'/ready':>10}{'answer':>10}  (seconds)")
-    for name in given.cases:
-        for start in run_case(name, given.code.absolute(), given.repeats):
+    for name in options.cases:
+        for start in run_case(name, options.code.absolute(), options.repeats):
             starts.append(start)
             times = (start.first_line_s, start.health_s, start.ready_s, start.answer_s)
             shown = ["-" if each is None else f"{each:.2f}" for each in times]
             print(f"{name:<14}{shown[0]:>12}{shown[1]:>10}{shown[2]:>10}{shown[3]:>10}", flush=True)
-            for after_s, line in start.lines if given.lines else ():
+            for after_s, line in start.lines if options.lines else ():
                 print(f"    {after_s:7.2f}  {line}")
     medians = {
         name: statistics.median(
             start.answer_s or _START_LIMIT_S for start in starts if start.case == name
         )
-        for name in given.cases
+        for name in options.cases
     }
     print_result(
         "first_start",
         {"median_answer_s": medians, "starts": [asdict(start) for start in starts]},
-        given.save,
+        options.save,
     )
 
 

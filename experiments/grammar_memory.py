@@ -45,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("number", type=int, nargs="?", default=200, help="patterns [200]")
     add_save_option(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     command = [
         sys.executable,
         "-m",
@@ -76,17 +76,21 @@ def main() -> None:
         before_mb = resident_mb(engine)
         since_s = time.monotonic()
         with ThreadPoolExecutor(4) as threads:
-            statuses = list(threads.map(ask, range(1, given.number + 1)))
+            statuses = list(threads.map(ask, range(1, options.number + 1)))
         seconds = time.monotonic() - since_s
         after_mb = resident_mb(engine)
         time.sleep(10)
         rest_mb = resident_mb(engine)
         server.terminate()
-    told = {"patterns": given.number, "answered": statuses.count(200), "seconds": round(seconds, 1)}
+    told = {
+        "patterns": options.number,
+        "answered": statuses.count(200),
+        "seconds": round(seconds, 1),
+    }
     print_result(
         "grammar_memory",
         {**told, "before_mb": before_mb, "after_mb": after_mb, "at_rest_mb": rest_mb},
-        given.save,
+        options.save,
     )
 
 

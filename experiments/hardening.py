@@ -37,21 +37,21 @@ Figures = dict[str, Any]
 
 def row_1(place: Place) -> Figures:
     """Try patterns that backtrack for ever, and a job that kills engines between its steps."""
-    found: Figures = {}
+    result: Figures = {}
     with place.start() as server, health(server) as taken:
         made = server.job(adapter={"target_modules": EVIL}, limit_s=15)
-        found["a pattern in target_modules"] = str(made)
-    found["/health meanwhile, s"] = max(taken)
+        result["a pattern in target_modules"] = str(made)
+    result["/health meanwhile, s"] = max(taken)
     with place.aside("rank_pattern").start() as server:
         made = server.job(
             adapter={"target_modules": ["q_proj"], "rank_pattern": {EVIL: 2}}, limit_s=15
         )
-        found["a pattern in rank_pattern"] = str(made)
+        result["a pattern in rank_pattern"] = str(made)
         time.sleep(2)
-        found["a completion after one in rank_pattern"] = str(server.complete(limit_s=15))
+        result["a completion after one in rank_pattern"] = str(server.complete(limit_s=15))
         if made.body:
             cancel = f"/v1/fine_tuning/jobs/{made.body['id']}/cancel"
-            found["its job is cancelled"] = str(server.post(cancel, limit_s=15))
+            result["its job is cancelled"] = str(server.post(cancel, limit_s=15))
     with place.aside("deaths").start() as server:
         job = server.job(adapter={"r": 4}, checkpoint_every_steps=1).body["id"]
 
@@ -69,8 +69,8 @@ def row_1(place: Place) -> Figures:
                 lambda: server.get("/ready").status == 200 or server.status(job) == "failed",
                 limit_s=60,
             )
-        found["deaths with steps between"] = f"{server.status(job)} after {deaths}"
-    return found
+        result["deaths with steps between"] = f"{server.status(job)} after {deaths}"
+    return result
 
 
 def row_2(place: Place) -> Figures:
@@ -87,27 +87,27 @@ def row_2(place: Place) -> Figures:
 
 def row_3(place: Place) -> Figures:
     """Stop the engine."""
-    found: Figures = {}
+    result: Figures = {}
     with place.start() as server:
         os.kill(server.engine_pid(), signal.SIGSTOP)
         stopped_s = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(server.complete, limit_s=60)
             is_known = until(lambda: server.get("/ready", limit_s=10).status == 503, limit_s=51)
-            found["/ready is 503 after, s"] = is_known
-            found["a request meanwhile"] = str(waiting.result())
+            result["/ready is 503 after, s"] = is_known
+            result["a request meanwhile"] = str(waiting.result())
         is_back = until(lambda: server.complete(limit_s=5).status == 200, limit_s=10)
-        found["answers again after, s"] = None if is_back is None else time.monotonic() - stopped_s
+        result["answers again after, s"] = None if is_back is None else time.monotonic() - stopped_s
     with place.start() as server:
         os.kill(server.engine_pid(), signal.SIGSTOP)
         time.sleep(1)
-        found["SIGTERM takes, s"] = server.kill(signal.SIGTERM)
-    return found
+        result["SIGTERM takes, s"] = server.kill(signal.SIGTERM)
+    return result
 
 
 def row_4(place: Place) -> Figures:
     """Send bodies of wrong types."""
-    found: Figures = {}
+    result: Figures = {}
     for num_mb in (1.6, 7.9):
         body = json.dumps({"model": "tiny", "prompt": [None] * int(num_mb * 1e6 / 6)}).encode()
         with place.start() as server:
@@ -119,13 +119,13 @@ def row_4(place: Place) -> Figures:
                     content=body,
                     headers={"Content-Type": "application/json"},
                 )
-            found[f"{num_mb} MB of them"] = (
+            result[f"{num_mb} MB of them"] = (
                 f"{answer}, and /health after at most {max(taken):.3g} s"
             )
-            found[f"memory at most, of {num_mb} MB, MB"] = (
+            result[f"memory at most, of {num_mb} MB, MB"] = (
                 memory_mb(server.process.pid, "VmHWM") - before
             )
-    return found
+    return result
 
 
 def row_5(place: Place) -> Figures:
@@ -144,7 +144,7 @@ def row_5(place: Place) -> Figures:
 
 def row_6(place: Place) -> Figures:
     """Send a request whose SLO no device holds, beside chats and a job."""
-    found: Figures = {}
+    result: Figures = {}
     with place.start() as server:
         job = server.job(adapter={"r": 8}, n_epochs=50, batch_size=4).body["id"]
         until(lambda: server.step(job) > 3, limit_s=60)
@@ -164,13 +164,13 @@ def row_6(place: Place) -> Figures:
                 firsts.append(server.complete(prompt=f"{number} " * 20).s)
                 time.sleep(0.4)
             rate = (server.step(job) - steps) / (time.monotonic() - start_s)
-            found[name] = (
+            result[name] = (
                 f"first token {1e3 * statistics.median(firsts):.3g} ms, {rate:.3g} steps/s"
             )
             ended.set()
             if slo:
                 thread.join()
-    return found
+    return result
 
 
 def row_7(place: Place) -> Figures:
@@ -180,7 +180,7 @@ def row_7(place: Place) -> Figures:
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "hardening", str(home)], check=True
     )
-    found: Figures = {}
+    result: Figures = {}
     try:
         with place.start() as server:
             job = server.job(adapter={"r": 4}, checkpoint_every_steps=5).body["id"]
@@ -189,25 +189,25 @@ def row_7(place: Place) -> Figures:
                 while filling.write(b"\0" * 4096):
                     pass
             time.sleep(3)
-            found["an upload"] = str(server.upload(b"x" * (3 << 20), limit_s=20))
-            found["a job is cancelled"] = str(
+            result["an upload"] = str(server.upload(b"x" * (3 << 20), limit_s=20))
+            result["a job is cancelled"] = str(
                 server.post(f"/v1/fine_tuning/jobs/{job}/cancel", limit_s=20)
             )
-            found["tracebacks in the log"] = server.log().count("Traceback")
+            result["tracebacks in the log"] = server.log().count("Traceback")
             (home / "filling").unlink()
-            found["with room again it is cancelled"] = str(
+            result["with room again it is cancelled"] = str(
                 server.post(f"/v1/fine_tuning/jobs/{job}/cancel", limit_s=20)
             )
     finally:
         subprocess.run(["umount", "-l", str(home)], check=True)
-    return found
+    return result
 
 
 def row_8(place: Place) -> Figures:
     """Look for names of others in /metrics, and for a home, a database and kernels that others can
     read or write.
     """
-    found: Figures = {}
+    result: Figures = {}
     keys = ("--api-key", "ann=key-of-ann", "--api-key", "bob=key-of-bob")
     with place.start(*keys) as server:
         server.headers = {"Authorization": "Bearer key-of-bob"}
@@ -218,11 +218,11 @@ def row_8(place: Place) -> Figures:
         time.sleep(2)
         server.headers = {"Authorization": "Bearer key-of-ann"}
         metrics = server.get("/metrics").body
-        found["lines of /metrics that name another's models"] = sum(
+        result["lines of /metrics that name another's models"] = sum(
             model in line for line in metrics.splitlines()
         )
         for name in (".", "coserve.db"):
-            found[f"mode of {name} in the home"] = oct((server.home / name).stat().st_mode & 0o777)
+            result[f"mode of {name} in the home"] = oct((server.home / name).stat().st_mode & 0o777)
         kernels = [path for path in (server.home / "kernels").iterdir() if path.suffix == ".so"]
     for path in (*kernels, kernels[0].parent):
         path.chmod(0o777)
@@ -230,8 +230,8 @@ def row_8(place: Place) -> Figures:
     with place.start() as server:
         mapped = Path(f"/proc/{server.engine_pid()}/maps").read_text().splitlines()
         loaded = {int(line.split()[4]) for line in mapped if "/kernels/" in line}
-    found["kernels that all could write are loaded"] = bool(before & loaded)
-    return found
+    result["kernels that all could write are loaded"] = bool(before & loaded)
+    return result
 
 
 def row_9(place: Place) -> Figures:
@@ -291,20 +291,20 @@ def row_12(place: Place) -> Figures:
     """Send prompts and lines that are far too long."""
     words = random.Random(0)
     text = " ".join("".join(words.choices("abcdefghij ", k=8)) for _ in range(900_000))
-    found: Figures = {}
+    result: Figures = {}
     with place.start() as server:
-        found["1 MB of prompt"] = str(server.complete(prompt=text[:1_000_000]))
+        result["1 MB of prompt"] = str(server.complete(prompt=text[:1_000_000]))
         with ThreadPoolExecutor(4) as pool:
             others = [pool.submit(server.complete, prompt=text[:1_000_000]) for _ in range(4)]
             time.sleep(0.2)
-            found["one of 20 kB beside four such"] = str(server.complete(prompt=text[:20_000]))
+            result["one of 20 kB beside four such"] = str(server.complete(prompt=text[:20_000]))
             for other in others:
                 other.result()
         file = server.upload(json.dumps({"text": text[:7_900_000]}) + "\n").body["id"]
         start_s = time.monotonic()
         ended = server.until_over(server.job(file=file).body["id"])
-        found["a line of 7.9 MB"] = f"{ended} after {time.monotonic() - start_s:.3g} s"
-    return found
+        result["a line of 7.9 MB"] = f"{ended} after {time.monotonic() - start_s:.3g} s"
+    return result
 
 
 def row_13(place: Place) -> Figures:
@@ -325,7 +325,7 @@ def row_13(place: Place) -> Figures:
 
 def row_14(place: Place) -> Figures:
     """Compare bit for bit: answers with a cached prefix, an adapter beside requests."""
-    found: Figures = {}
+    result: Figures = {}
     modes = [("as it is", ())] + (
         [("--deterministic", ("--deterministic",))] if place.has_option("--deterministic") else []
     )
@@ -340,7 +340,7 @@ def row_14(place: Place) -> Figures:
             both = [
                 [_said(server.complete(prompt=each, **asked)) for each in prompts] for _ in range(2)
             ]
-            found[f"answers that differ with a cached prefix, {name}"] = sum(map(_differ, *both))
+            result[f"answers that differ with a cached prefix, {name}"] = sum(map(_differ, *both))
             adapters = [_adapter(server)]
             ended = threading.Event()
 
@@ -357,8 +357,8 @@ def row_14(place: Place) -> Figures:
             ended.set()
             for thread in threads:
                 thread.join()
-            found[f"an adapter beside requests differs by, {name}"] = _distance(*adapters)
-    return found
+            result[f"an adapter beside requests differs by, {name}"] = _distance(*adapters)
+    return result
 
 
 def _said(answer: Answer) -> Any:
@@ -389,7 +389,7 @@ def _distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def row_15(place: Place) -> Figures:
     """Look for what restarts and deletions leave."""
-    found: Figures = {}
+    result: Figures = {}
     with place.start() as server:
         directory = server.finished_adapter("kept")
         answer = server.post(
@@ -403,12 +403,12 @@ def row_15(place: Place) -> Figures:
         model = server.get(f"/v1/fine_tuning/jobs/{job}").body["fine_tuned_model"]
         server.ask("DELETE", f"/v1/models/{model}")
         listed = server.get(f"/v1/fine_tuning/jobs/{job}/checkpoints").body["data"]
-        found["checkpoints of a deleted model that are listed"] = len(listed)
+        result["checkpoints of a deleted model that are listed"] = len(listed)
         server.kill(signal.SIGTERM)
     with place.start() as server:
         names = [each["id"] for each in server.get("/v1/models").body["data"]]
-        found["a loaded adapter is there after a restart"] = "kept" in names
-    return found
+        result["a loaded adapter is there after a restart"] = "kept" in names
+    return result
 
 
 ROWS = {
@@ -426,7 +426,7 @@ def main() -> None:
     )
     add_save_option(parser)
     asked = parser.parse_args()
-    found: dict[str, Figures] = {}
+    figures: dict[str, Figures] = {}
     with TemporaryDirectory(prefix="hardening-") as directory:
         measured, code = asked.measured, asked.code.absolute()
         if measured is None:
@@ -436,15 +436,15 @@ def main() -> None:
                 pass
         for name in asked.rows or ROWS:
             try:
-                found[name] = ROWS[name](
+                figures[name] = ROWS[name](
                     Place(code=code, directory=Path(directory) / name, measured=measured)
                 )
             except (
                 Exception
             ) as error:  # of a server in distress anything may be; the other rows have their own
-                found[name] = {"ended with": repr(error)}
-            print(name, json.dumps(found[name], indent=1), flush=True)
-    print_result("hardening", {"code": asked.code.name, "rows": found}, asked.save)
+                figures[name] = {"ended with": repr(error)}
+            print(name, json.dumps(figures[name], indent=1), flush=True)
+    print_result("hardening", {"code": asked.code.name, "rows": figures}, asked.save)
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ def taken_s(client: Client, file: Path, epochs: int, batch_size: int) -> float:
 
 def measure(url: str, directory: Path, rounds: int) -> list[dict[str, Any]]:
     """Run every job some times in turn."""
-    found = []
+    result = []
     with Client(url, None) as client:
         for name, (num_examples, num_words, epochs, batch_size) in _JOBS.items():
             file = directory / "chats.jsonl"
             write_chats(file, num_examples, num_words)
             said_s = estimated_s(file, epochs, batch_size)
             took_s = sorted(taken_s(client, file, epochs, batch_size) for _ in range(rounds))
-            found.append(
+            result.append(
                 {
                     "job": name,
                     "estimated_s": said_s,
@@ -105,7 +105,7 @@ def measure(url: str, directory: Path, rounds: int) -> list[dict[str, Any]]:
                     "ratio": took_s[rounds // 2] / said_s,
                 }
             )
-    return found
+    return result
 
 
 def main() -> None:
@@ -126,16 +126,16 @@ def main() -> None:
         ) as server:
             try:
                 _wait(url)
-                found = measure(url, Path(name), rounds)
+                rows = measure(url, Path(name), rounds)
             finally:
                 server.terminate()
     print(f"{'job':28} {'estimated':>10} {'taken':>10} {'ratio':>6}")
-    for each in found:
+    for each in rows:
         print(
             f"{each['job']:28} {each['estimated_s']:8.2f} s {each['taken_s'][rounds // 2]:8.2f} s "
             f"{each['ratio']:6.2f}"
         )
-    print_result("job_estimate", {"rows": found}, given.save)
+    print_result("job_estimate", {"rows": rows}, given.save)
 
 
 def _wait(url: str) -> None:

@@ -137,14 +137,14 @@ def play(num_ticks: int, seed: int) -> dict[str, list[float]]:
     """Return the accuracy in each tick, by way."""
     world = World(Random(f"world {seed}"))
     learner = Learner(world, seed)
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    result: dict[str, list[float]] = {way: [] for way in WAYS}
     recent: list[Pair] = []
     for tick in range(num_ticks):
         if tick and tick % PHASE == 0:
             world.change()
         pairs = world.ask(AT_ONCE)
         for way, share in learner.answers(pairs).items():
-            found[way].append(share)
+            result[way].append(share)
         recent += pairs
         while learner.is_training("live"):  # a tick lasts as long as it takes
             learner.step()
@@ -154,7 +154,7 @@ def play(num_ticks: int, seed: int) -> dict[str, list[float]]:
                 learner.step()
             learner.train("interval", recent, epochs=2)
             recent = []
-    return found
+    return result
 
 
 def main() -> None:
@@ -165,14 +165,14 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=4 * PHASE)
     parser.add_argument("--seed", type=int, default=0)
     add_save_option(parser)
-    given = parser.parse_args()
-    found = play(given.ticks, given.seed)
+    options = parser.parse_args()
+    found = play(options.ticks, options.seed)
     part = PHASE // 3
     print("ticks      ", *(f"{way:>9}" for way in WAYS))
-    for first in range(0, given.ticks, part):
+    for first in range(0, options.ticks, part):
         shares = (f"{mean(found[way][first : first + part]):9.2f}" for way in WAYS)
         print(f"{first:4} to {first + part - 1:4}", *shares)
-    print_result("live_learning", {way: round(mean(found[way]), 4) for way in WAYS}, given.save)
+    print_result("live_learning", {way: round(mean(found[way]), 4) for way in WAYS}, options.save)
 
 
 if __name__ == "__main__":

@@ -236,19 +236,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--turns", type=int, default=9)
     add_save_option(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     asked = Steps(
-        model=given.model,
-        num_requests=tuple(given.requests),
-        context=given.context,
-        rows=given.rows,
-        num_turns=given.turns,
+        model=options.model,
+        num_requests=tuple(options.requests),
+        context=options.context,
+        rows=options.rows,
+        num_turns=options.turns,
     )
     loads = [os.getloadavg()[0]]
-    name, joins = next(iter(transports(given.ranks).items()))
+    name, joins = next(iter(transports(options.ranks).items()))
     times = run_on_ranks(joins, partial(measure, asked))
     loads.append(os.getloadavg()[0])
-    rows = compared(asked, given.ranks, times)
+    rows = compared(asked, options.ranks, times)
     print("| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")
@@ -259,8 +259,8 @@ def main() -> None:
     print(f"load of the machine: {loads[0]:.1f} before, {loads[1]:.1f} after")
     print_result(
         "rank_model",
-        {"ranks": given.ranks, "model": given.model, "load": loads, "rows": rows},
-        given.save,
+        {"ranks": options.ranks, "model": options.model, "load": loads, "rows": rows},
+        options.save,
     )
 
 

@@ -96,10 +96,10 @@ def on_ranks(joins: Callable[[Any], list[Join]], work: Callable[[RankGroup], T])
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
-    found: T = pipes[0].recv()
+    result: T = pipes[0].recv()
     for process in processes:
         process.join()
-    return found
+    return result
 
 
 def transports(size: int) -> dict[str, Callable[[Any], list[Join]]]:
@@ -150,12 +150,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=896)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 128, 512])
     add_save_option(parser)
-    given = parser.parse_args()
+    options = parser.parse_args()
     loads, rows = [os.getloadavg()[0]], []
-    print("| transport | " + " | ".join(f"[{n}, {given.width}]" for n in given.rows) + " |")
-    print("|---" * (1 + len(given.rows)) + "|")
-    for name, joins in transports(given.ranks).items():
-        found = on_ranks(joins, partial(times_of_sizes_us, given.rows, given.width))
+    print("| transport | " + " | ".join(f"[{n}, {options.width}]" for n in options.rows) + " |")
+    print("|---" * (1 + len(options.rows)) + "|")
+    for name, joins in transports(options.ranks).items():
+        found = on_ranks(joins, partial(times_of_sizes_us, options.rows, options.width))
         rows.append(
             {"transport": name, "us": [[statistics.median(each), min(each)] for each in found]}
         )
@@ -166,13 +166,13 @@ def main() -> None:
     print_result(
         "rank_sums",
         {
-            "ranks": given.ranks,
-            "width": given.width,
-            "num_rows": given.rows,
+            "ranks": options.ranks,
+            "width": options.width,
+            "num_rows": options.rows,
             "load": loads,
             "rows": rows,
         },
-        given.save,
+        options.save,
     )
 
 

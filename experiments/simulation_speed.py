@@ -70,12 +70,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--rate", type=float, default=2.0)
     add_save_option(parser)
-    arguments = parser.parse_args()
-    simulation = make_simulation(rate=arguments.rate, seconds=arguments.seconds)
+    options = parser.parse_args()
+    simulation = make_simulation(rate=options.rate, seconds=options.seconds)
     engine, start = simulation.engine, time.thread_time()
-    snapshots = list(simulation.run(arguments.seconds))
+    snapshots = list(simulation.run(options.seconds))
     seconds = time.thread_time() - start
-    found = {
+    result = {
         "simulated_s": snapshots[-1].now_s,
         "computing_s": round(seconds, 2),
         "steps": engine.num_steps,
@@ -86,9 +86,9 @@ def main() -> None:
         "tpot_s": sum(record.tpot_s or 0.0 for record in engine.records),
         "tokens_trained": snapshots[-1].num_tokens_trained,
     }
-    for name, value in found.items():
+    for name, value in result.items():
         print(f"{name:16} {value}")
-    print_result("simulation_speed", found, arguments.save)
+    print_result("simulation_speed", result, options.save)
 
 
 if __name__ == "__main__":

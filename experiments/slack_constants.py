@@ -171,15 +171,15 @@ def profile_of(model: str, hardware: Hardware) -> Profile:
 
 def arrivals(load: Load, rate: float) -> list[Arrival]:
     """Return the chats of a load at a rate, the same each time."""
-    rng, at_s, found = Random(1), 0.0, list[Arrival]()
+    rng, at_s, result = Random(1), 0.0, list[Arrival]()
     low = (4 - load.burst) / 3  # of the mean rate, outside of bursts
-    while len(found) < load.num_requests:
+    while len(result) < load.num_requests:
         now = load.burst if at_s % 8 < 2 else max(low, 0.05)
         at_s += rng.expovariate(rate * now)
         prompt = 1 + int(load.prompt * rng.lognormvariate(0, 0.6))
         output = 1 + int(load.output * rng.lognormvariate(0, 0.5))
-        found.append(Arrival(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
-    return found
+        result.append(Arrival(at_s=at_s, num_prompt_tokens=prompt, num_output_tokens=output))
+    return result
 
 
 def simulate(load: Load, rate: float, policy: str = "slack") -> Run:
@@ -235,14 +235,14 @@ def changed(name: str, value: Any) -> Iterator[None]:
         for path, each in sys.modules.items()
         if path.startswith("coserve.scheduling") and each is not None
     ]
-    found = [module for module in modules if name in vars(module)]
-    before = getattr(found[0], name)
+    holders = [module for module in modules if name in vars(module)]
+    before = getattr(holders[0], name)
     try:
-        for module in found:
+        for module in holders:
             setattr(module, name, value)
         yield
     finally:
-        for module in found:
+        for module in holders:
             setattr(module, name, before)
 
 
@@ -259,8 +259,8 @@ def main() -> None:
     parser.add_argument("--find-rates", action="store_true")
     parser.add_argument("--write", type=Path)
     add_save_option(parser)
-    asked = parser.parse_args()
-    if asked.find_rates:
+    options = parser.parse_args()
+    if options.find_rates:
         print(json.dumps({load.name: round(edge_rate(load), 4) for load in LOADS}))
         return
     plain = {load.name: simulate(load, load.rate * RATES[load.name]) for load in LOADS}
@@ -269,35 +269,35 @@ def main() -> None:
     rows = []
     for path, names in CONSTANTS.items():
         for name in names:
-            if asked.names and name not in asked.names:
+            if options.names and name not in options.names:
                 continue
             value = getattr(import_module(path), name)
             for words, factor in (("half", 0.5), ("twice", 2.0)):
                 with changed(name, varied(name, value, factor)):
-                    found = {
+                    runs = {
                         load.name: simulate(load, load.rate * RATES[load.name]) for load in LOADS
                     }
                 row = {"name": name, "value": value, "at": words, "as": varied(name, value, factor)}
                 row["attained"] = {
-                    key: round(run.attained - plain[key].attained, 4) for key, run in found.items()
+                    key: round(run.attained - plain[key].attained, 4) for key, run in runs.items()
                 }
                 row["rows"] = {
-                    key: _ratio(run.rows_per_s, plain[key].rows_per_s) for key, run in found.items()
+                    key: _ratio(run.rows_per_s, plain[key].rows_per_s) for key, run in runs.items()
                 }
                 rows.append(row)
                 cells = [
                     f"{100 * row['attained'][key]:+5.1f} {row['rows'][key]:5.2f}" for key in plain
                 ]
                 print(f"{name:22} {words:6}", *cells, sep="  ", flush=True)
-                if asked.write:
-                    asked.write.write_text(json.dumps(rows) + "\n")
+                if options.write:
+                    options.write.write_text(json.dumps(rows) + "\n")
     print_result(
         "slack_constants",
         {
             "plain": {key: [run.attained, run.rows_per_s] for key, run in plain.items()},
             "rows": rows,
         },
-        asked.save,
+        options.save,
     )
 
 

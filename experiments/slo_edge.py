@@ -275,38 +275,38 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="of the edge's rate")
     parser.add_argument("--policy", default="slack")
     add_save_option(parser)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if not (DATA / "azure_conv.csv.gz").exists():
         print(f"skipped: there are no recorded traces in {DATA.resolve()}")
         print(json.dumps({"skipped": True}))
         return 0
     known = (
-        {each["seed"]: each for each in json.loads(asked.rates.read_text())["loads"]}
-        if asked.rates
+        {each["seed"]: each for each in json.loads(options.rates.read_text())["loads"]}
+        if options.rates
         else {}
     )
     found: list[dict[str, float]] = []
-    seed = asked.first_seed - 1
-    seeds = asked.seeds or list(known)
-    while len(found) < (len(seeds) or asked.loads):
+    seed = options.first_seed - 1
+    seeds = options.seeds or list(known)
+    while len(found) < (len(seeds) or options.loads):
         seed = seeds[len(found)] if seeds else seed + 1
         load = make_load(seed)
         if seed in known:
             edge: tuple[float, float] | None = (known[seed]["rate"], known[seed]["alone"])
         else:
-            edge = random_rate(load) if asked.random else edge_rate(load)
+            edge = random_rate(load) if options.random else edge_rate(load)
         if edge is None:
             print(f"{load} requests alone do not hold their SLOs, or not just", flush=True)
             continue
         rate, alone = edge
-        if asked.share != 1.0:
-            rate *= asked.share
+        if options.share != 1.0:
+            rate *= options.share
             alone = simulate(load, rate, "inference-only").attained
         line = {"seed": seed, "rate": rate, "alone": alone}
-        beside = simulate(load, rate, asked.policy)
+        beside = simulate(load, rate, options.policy)
         line |= {"beside": beside.attained, "harvest": beside.harvest}
-        if not (asked.edge_only or asked.random):
-            half = simulate(load, rate / 2, asked.policy)
+        if not (options.edge_only or options.random):
+            half = simulate(load, rate / 2, options.policy)
             line |= {"half_beside": half.attained, "half_harvest": half.harvest}
         found.append(line)
         mark = "" if beside.attained >= LEAST else "  MISSED"
@@ -316,9 +316,9 @@ def main() -> int:
             mark,
             flush=True,
         )
-        if asked.write:
-            asked.write.write_text(json.dumps({"loads": found}, indent=1) + "\n")
-    print_result("slo_edge", summary(found), asked.save)
+        if options.write:
+            options.write.write_text(json.dumps({"loads": found}, indent=1) + "\n")
+    print_result("slo_edge", summary(found), options.save)
     return 0
 
 

@@ -60,13 +60,13 @@ def _child(process: int) -> int:
 
 
 def _resident_mb(url: str) -> dict[str, int]:
-    found = {}
+    result = {}
     for name, process in _processes(url).items():
         with suppress(OSError):
-            found[name] = (
+            result[name] = (
                 int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 // 1_000_000
             )
-    return found
+    return result
 
 
 def _health(url: str, until_s: float) -> list[float]:

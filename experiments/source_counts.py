@@ -202,10 +202,10 @@ def print_counts(source: Source) -> None:
 
 def _by_room(source: Source) -> dict[str, Counts]:
     """Return the counts of the package's own folders, each with those inside."""
-    found: dict[str, Counts] = {}
+    result: dict[str, Counts] = {}
     for folder, counts in source.by_folder.items():
-        found.setdefault(folder.split("/")[0], Counts()).add(counts)
-    return found
+        result.setdefault(folder.split("/")[0], Counts()).add(counts)
+    return result
 
 
 def as_json(source: Source) -> dict[str, object]:
@@ -226,10 +226,10 @@ def main() -> None:
         "code", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout"
     )
     add_save_option(parser)
-    given = parser.parse_args()
-    source = read_source(given.code / "coserve")
+    options = parser.parse_args()
+    source = read_source(options.code / "coserve")
     print_counts(source)
-    print_result("source_counts", as_json(source), given.save)
+    print_result("source_counts", as_json(source), options.save)
 
 
 if __name__ == "__main__":

@@ -92,14 +92,14 @@ class Place:
 
     def read(self, window: int) -> dict[int, Trace]:
         """Return what ran in a window, by process."""
-        found: dict[int, Trace] = {}
+        result: dict[int, Trace] = {}
         for path in self._folder.glob("*.jsonl"):
             trace = Trace()
             for number, kind, *what in map(json.loads, path.read_text().splitlines()):
                 if number == window:
                     (trace.functions if kind == "function" else trace.calls).add(tuple(what))
-            found[int(path.stem)] = trace
-        return found
+            result[int(path.stem)] = trace
+        return result
 
     def _until_quiet(self) -> None:
         since_s = time.monotonic()
@@ -230,13 +230,13 @@ def trace(code: Path) -> dict[str, dict[str, Trace]]:
 
 def _by_kind(traces: dict[int, Trace], server: int) -> dict[str, Trace]:
     """Return what the server's process, the engine's and others ran."""
-    found: dict[str, Trace] = {}
+    result: dict[str, Trace] = {}
     for pid, trace in traces.items():
         kind = "server" if pid == server else _kind(trace)
-        into = found.setdefault(kind, Trace())
+        into = result.setdefault(kind, Trace())
         into.functions |= trace.functions
         into.calls |= trace.calls
-    return found
+    return result
 
 
 def _kind(trace: Trace) -> str:
@@ -309,8 +309,8 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="print every file and climb, too")
     add_save_option(parser)
-    given = parser.parse_args()
-    code = given.code.resolve()
+    options = parser.parse_args()
+    code = options.code.resolve()
     result: dict[str, Any] = {}
     print("| | process | files | functions | climbs |\n|---|---|---|---|---|")
     for name, by_kind in trace(code).items():
@@ -328,7 +328,7 @@ def main() -> None:
                     + " | ".join(f"{number:,}" for number in row.values())
                     + " |"
                 )
-    if given.list:
+    if options.list:
         for name, by_kind in result.items():
             for kind, row in by_kind.items():
                 print(
@@ -341,7 +341,7 @@ def main() -> None:
     source = read_source(code / "coserve")
     print_counts(source)
     print_result(
-        "stations", {"code": code.name, "passes": result, "source": as_json(source)}, given.save
+        "stations", {"code": code.name, "passes": result, "source": as_json(source)}, options.save
     )
 
 

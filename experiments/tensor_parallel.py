@@ -94,10 +94,10 @@ class Side:
 
     def _tokens(self, number: int, length: int) -> list[list[int]]:
         vocab_size = self._engine.device.info.vocab_size
-        found: list[list[int]] = torch.randint(
+        result: list[list[int]] = torch.randint(
             vocab_size, (number, length), generator=self._generator
         ).tolist()
-        return found
+        return result
 
 
 def serve(model: str, dtype: str, num_ranks: int, threads: int, num_turns: int) -> None:
@@ -154,7 +154,7 @@ def measure(model: str, dtype: str, runs: int) -> dict[str, Any]:
     each only warms up.
     """
     sides = {name: SideProcess(name, model, dtype, runs + 1) for name in SIDES}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for task in TASKS:
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(runs + 1):
@@ -162,7 +162,7 @@ def measure(model: str, dtype: str, runs: int) -> dict[str, Any]:
                 seconds[name].append(sides[name].seconds(task))
                 time.sleep(PAUSE_S)
         one, two = (1e3 * median(times[1:]) for times in seconds.values())
-        found[task] = {
+        result[task] = {
             "one_process_ms": round(one, 3),
             "two_ranks_ms": round(two, 3),
             "ratio": round(one / two, 3),
@@ -170,7 +170,7 @@ def measure(model: str, dtype: str, runs: int) -> dict[str, Any]:
         print(f"{task:12} {one:10.2f} ms {two:10.2f} ms   {one / two:.3f}", flush=True)
     for side in sides.values():
         side.close()
-    return found
+    return result
 
 
 def main() -> None:
@@ -181,16 +181,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--serve", type=int, nargs=3, help=argparse.SUPPRESS)
     add_save_option(parser)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.model, given.dtype, *given.serve)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.model, options.dtype, *options.serve)
         return
     print(f"{'':12} {'1 process × 2':>13} {'2 ranks × 1':>13}   ratio")
-    found = measure(given.model, given.dtype, given.runs)
+    found = measure(options.model, options.dtype, options.runs)
     print_result(
         "tensor_parallel",
-        {"model": given.model, "dtype": given.dtype, "runs": given.runs, **found},
-        given.save,
+        {"model": options.model, "dtype": options.dtype, "runs": options.runs, **found},
+        options.save,
     )
 
 

@@ -349,17 +349,17 @@ def main() -> int:
         "--resume", action="store_true", help="leave out files with results of this commit"
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     plan = Plan.read(HERE / "vllm_entrypoint_tests.toml")
-    checkout, hub = arguments.tests.resolve(), arguments.hub.resolve()
-    origin = _origin(checkout, arguments.python, arguments.commit)
+    checkout, hub = options.tests.resolve(), options.hub.resolve()
+    origin = _origin(checkout, options.python, options.commit)
     models = _models_of_this_commit(hub)
     kept = Kept(hub / "outcomes.jsonl")
     is_clean = not origin.coserve.endswith("+")
     done = [run.file for run in kept.of(plan, origin).values() if run.origin == origin and is_clean]
     for file in plan.files:
-        if _matches(file, arguments.patterns) and not (arguments.resume and file in done):
-            outcomes = run_file(file, plan, checkout, arguments.python, models)
+        if _matches(file, options.patterns) and not (options.resume and file in done):
+            outcomes = run_file(file, plan, checkout, options.python, models)
             kept.put(
                 FileRun(file=file, origin=origin, on=f"{date.today():%Y-%m-%d}", outcomes=outcomes)
             )

@@ -182,14 +182,14 @@ def make_tasks(config: HereConfig, *, alone: bool = False) -> list[ClusterTask]:
         config: Settings.
         alone: Whether each request arrives long after the one before.
     """
-    random, at_s, found = Random(config.seed), 0.0, []
+    random, at_s, result = Random(config.seed), 0.0, []
     for index in range(_ALONE if alone else config.num_requests):
         at_s += 2.0 if alone else random.expovariate(config.rate)
         prompt, output = (
             min(_LONGEST, 1 + round(random.expovariate(1 / m)))
             for m in (_MEAN_PROMPT, _MEAN_OUTPUT)
         )
-        found.append(
+        result.append(
             ClusterTask(
                 id=f"r{index}",
                 kind="request",
@@ -198,7 +198,7 @@ def make_tasks(config: HereConfig, *, alone: bool = False) -> list[ClusterTask]:
                 num_output_tokens=output,
             )
         )
-    return found
+    return result
 
 
 # -- for real -----------------------------------------------------------------------------
@@ -404,14 +404,14 @@ class _Modelled:
         simulation = ClusterSimulation(
             nodes, make_placement(config.placement), messages_s=self._messages_s
         )
-        outcomes, found = simulation.run(tasks).outcomes, []
+        outcomes, result = simulation.run(tasks).outcomes, []
         for task in tasks:
             outcome = outcomes[task.id]
             assert outcome.end_s is not None
-            found.append(
+            result.append(
                 _Answer(task.arrival_s, outcome.response_s, outcome.end_s - task.arrival_s)
             )
-        return found
+        return result
 
 
 # -- what it comes to -----------------------------------------------------------------------

@@ -182,7 +182,7 @@ def tasks(
     model: LemixModel, *, rate: float, training_share: float, number: int, seed: int
 ) -> list[ClusterTask]:
     """Return a Poisson process of requests and training tasks."""
-    random, at_s, found = Random(seed), 0.0, []
+    random, at_s, result = Random(seed), 0.0, []
     sigma = sqrt(log(_SECOND_MOMENT))
     for index in range(number):
         at_s += random.expovariate(rate)
@@ -190,12 +190,12 @@ def tasks(
         length = min(
             _LONGEST, max(1, round(random.lognormvariate(log(_MEAN_LENGTH) - sigma**2 / 2, sigma)))
         )
-        found.append(
+        result.append(
             ClusterTask(
                 id=str(index), kind=kind, arrival_s=at_s, num_tokens=length, ttft_s=model.slo_s
             )
         )
-    return found
+    return result
 
 
 def play(
@@ -355,7 +355,7 @@ def _at_equal_attainment(name: str, share: float, config: ClusterConfig) -> dict
     requests hold their SLO.
     """
     model = MODELS[name]
-    found: dict[str, Any] = {"model": name, "training_share": share, "lemix": 0.0, OURS: 0.0}
+    result: dict[str, Any] = {"model": name, "training_share": share, "lemix": 0.0, OURS: 0.0}
     for load in _LOADS:
         rate = load * model.capacity(share)
         given = tasks(
@@ -366,8 +366,8 @@ def _at_equal_attainment(name: str, share: float, config: ClusterConfig) -> dict
                 model, placement, share, given, training_in_flight=config.training_in_flight
             )
             if ran.attainment(model.slo_s) >= EQUAL_ATTAINMENT:
-                found[placement] = max(found[placement], round(ran.throughput, 3))
-    return found
+                result[placement] = max(result[placement], round(ran.throughput, 3))
+    return result
 
 
 def _total(equal: Sequence[dict[str, Any]], placement: str) -> float:

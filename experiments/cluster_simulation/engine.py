@@ -76,7 +76,7 @@ class EngineNode:
         return []
 
     def advance(self, now_s: float) -> list[ModelledReport]:
-        found: list[ModelledReport] = []
+        result: list[ModelledReport] = []
         while self.engine.has_work and self._clock.now() <= now_s:
             begin_s = self._clock.now()
             events = self.engine.step()
@@ -85,10 +85,10 @@ class EngineNode:
                 self._clock.advance(0.001 if self.engine.has_work else 0.0)
             else:
                 self._busy += self._clock.now() - begin_s
-            found.append(self._said(events))
+            result.append(self._said(events))
         if not self.engine.has_work and self._clock.now() < now_s:
             self._clock.advance(now_s - self._clock.now())
-        return found
+        return result
 
     def report(self, now_s: float) -> NodeView:
         stats = self.engine.stats()

@@ -102,15 +102,15 @@ class FluidNode:
         return [ModelledReport(now_s, view=self.report(now_s))]
 
     def advance(self, now_s: float) -> list[ModelledReport]:
-        found: list[Progress] = []
+        progress: list[Progress] = []
         while (at_s := self._next_s) <= now_s:
             self._move(at_s)
-            self._end(at_s, found)
+            self._end(at_s, progress)
             self._start_prompt()
             self._set_speeds()
         self._move(now_s)
         self._set_speeds()
-        return [ModelledReport(now_s, found, self.report(now_s))]
+        return [ModelledReport(now_s, progress, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         self._average(now_s)
@@ -199,7 +199,7 @@ class FluidNode:
         self._used += pages
         self._prompt_s = self._latency.prompt_s(self._prompts[0].num_tokens)
 
-    def _end(self, now_s: float, found: list[Progress]) -> None:
+    def _end(self, now_s: float, progress: list[Progress]) -> None:
         """End everything that ends now."""
         tiny = 1e-9
         if self._prompt_s and self._prompt_s <= tiny:
@@ -208,17 +208,17 @@ class FluidNode:
             if task.num_output_tokens > 1:
                 heappush(self._decoding, (self._tokens + task.num_output_tokens - 1, task.id, task))
                 self._keys += task.num_tokens + task.num_output_tokens / 2
-                found.append(Progress(task.id, first_token_s=now_s))
+                progress.append(Progress(task.id, first_token_s=now_s))
             else:
                 self._used -= self._pages_of(task)
-                found.append(Progress(task.id, first_token_s=now_s, end_s=now_s))
+                progress.append(Progress(task.id, first_token_s=now_s, end_s=now_s))
         while self._decoding and self._decoding[0][0] <= self._tokens + 1e-6:
             _, _, task = heappop(self._decoding)
             self._keys -= task.num_tokens + task.num_output_tokens / 2
             self._used -= self._pages_of(task)
-            found.append(Progress(task.id, end_s=now_s))
+            progress.append(Progress(task.id, end_s=now_s))
         while self._jobs and self._jobs[0][0] <= self._trained_s + 1e-6:
-            found.append(Progress(heappop(self._jobs)[1], end_s=now_s))
+            progress.append(Progress(heappop(self._jobs)[1], end_s=now_s))
 
     def _pages_of(self, task: ClusterTask) -> int:
         return self.profile.num_pages(task.num_tokens + task.num_output_tokens)

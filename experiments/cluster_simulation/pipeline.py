@@ -108,17 +108,17 @@ class PipelineNode:
         return [ModelledReport(now_s, view=self.report(now_s))]
 
     def advance(self, now_s: float) -> list[ModelledReport]:
-        found: list[Progress] = []
+        progress: list[Progress] = []
         while (next_s := self.next_s) <= now_s:
             while self._wakes_s and self._wakes_s[0] <= next_s:
                 heappop(self._wakes_s)
             for stage, running in enumerate(self._running):
                 if running is not None and running[0] <= next_s:
                     self._running[stage] = None
-                    found += self._ended(stage, running[1], running[2], next_s)
+                    progress += self._ended(stage, running[1], running[2], next_s)
             self._begin(next_s)
         self._now_s = now_s
-        return [ModelledReport(now_s, found, self.report(now_s))]
+        return [ModelledReport(now_s, progress, self.report(now_s))]
 
     def report(self, now_s: float) -> NodeView:
         begin_s, busy_s, before = self._recent

@@ -78,8 +78,8 @@ class SimulationResult:
         """Return the share of requests whose first token arrived within this time, or within their
         own SLO.
         """
-        found = [one.response_s <= (one.task.ttft_s or slo_s) for one in self.requests]
-        return sum(found) / len(found) if found else 1.0
+        held = [one.response_s <= (one.task.ttft_s or slo_s) for one in self.requests]
+        return sum(held) / len(held) if held else 1.0
 
 
 class ClusterSimulation:

@@ -241,7 +241,7 @@ def compare(
         vllm
     )  # before all else, which takes half an hour: the environment may have no vLLM
     workers = workers or len(own_cores())
-    found = [
+    compared = [
         run_comparison(
             place,
             requests,
@@ -257,13 +257,13 @@ def compare(
         "experiment": "compare",
         "model": model,
         "dtype": dtype,
-        "machine": ", ".join(each.place for each in found),
+        "machine": ", ".join(each.place for each in compared),
         "date": datetime.now(UTC).date().isoformat(),
         "settings": {
             "trace": " ".join([str(trace), *(where or ())]),
             "lengths": str(lengths) if lengths else "the trace's",
             "device": device.value,
-            "seconds of the trace": round(found[0].seconds, 1),
+            "seconds of the trace": round(compared[0].seconds, 1),
             "jobs": jobs,
             "examples": str(data) if data else f"random, {sequence} tokens",
             "seed": seed,
@@ -271,11 +271,11 @@ def compare(
             "versions": ran,
         },
     }
-    result |= _told([each.result() for each in found])
+    result |= _told([each.result() for each in compared])
     _print(result)
     if save is not None:
         save_result(save, "compare", result)
-    write_report(picture, compare_html(result, found))
+    write_report(picture, compare_html(result, compared))
 
 
 def _check_device(device: On, hardware: str | None, workers: int | None) -> None:
@@ -328,14 +328,14 @@ def _policies(text: str | None) -> tuple[str, ...]:
 
 def _rates(text: str | None) -> tuple[float, ...]:
     try:
-        found = tuple(float(number) for number in text.split(",")) if text else ()
+        result = tuple(float(number) for number in text.split(",")) if text else ()
     except ValueError:
-        found = (-1.0,)
-    if not all(0 < rate < float("inf") for rate in found):
+        result = (-1.0,)
+    if not all(0 < rate < float("inf") for rate in result):
         raise typer.BadParameter(
             f"{text!r} must be numbers above 0 with commas between them", param_hint="--rates"
         )
-    return found
+    return result
 
 
 def _with_lengths(requests: Any, path: Path, seed: int) -> Any:
@@ -416,7 +416,7 @@ def _separate(
 
     place = _torch_device().type
     memory_bytes = _POOL_BYTES if place == "cpu" else None
-    found = SeparateProcesses(
+    processes = SeparateProcesses(
         model=model,
         dtype=dtype,
         cores=own_cores(),
@@ -424,8 +424,8 @@ def _separate(
         memory_bytes=memory_bytes,
         vllm=vllm,
     )
-    return found, ", ".join(
-        dict.fromkeys(f"{each.server} beside PEFT" for each in found.arrangements())
+    return processes, ", ".join(
+        dict.fromkeys(f"{each.server} beside PEFT" for each in processes.arrangements())
     )
 
 

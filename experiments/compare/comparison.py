@@ -102,22 +102,22 @@ class Compared:
         that holds the SLOs; variants of the default are no rivals.
         """
         for rate in dict.fromkeys(cell.rate for cell in self.cells):
-            found = {
+            by_policy = {
                 cell.policy: cell
                 for cell in self.cells
                 if cell.rate == rate and not cell.is_separate
             }
-            ours = found.get(DEFAULT_POLICY)
+            ours = by_policy.get(DEFAULT_POLICY)
             if ours is None:
                 continue
-            alone = found[ALONE].attainment if ALONE in found else None
+            alone = by_policy[ALONE].attainment if ALONE in by_policy else None
             yield {
                 "load": ours.load,
                 "rate": rounded(rate),
                 "attainment": round(ours.attainment, 4),
                 "inference_only_attainment": None if alone is None else round(alone, 4),
                 **_over_best(
-                    ours, [cell for policy, cell in found.items() if not _is_variant(policy)]
+                    ours, [cell for policy, cell in by_policy.items() if not _is_variant(policy)]
                 ),
             }
 
@@ -243,8 +243,8 @@ def compare(
             )
             for policy in config.policies
         ]
-        found = [list(each.cells(trace, slo, rates, lambda words: None)) for each in twins]
-        modelled = [cell for of_rate in zip(*found, strict=True) for cell in of_rate]
+        columns = [list(each.cells(trace, slo, rates, lambda words: None)) for each in twins]
+        modelled = [cell for of_rate in zip(*columns, strict=True) for cell in of_rate]
     return Compared(
         place=place.name,
         slo=slo,
@@ -271,17 +271,19 @@ def _cells_apart(
     independent.
     """
     wanted = list(product(rates, config.policies))
-    found: dict[tuple[str, str], Future[Cell]] = {}
+    futures: dict[tuple[str, str], Future[Cell]] = {}
     with worker_processes(workers) as pool:
         for load, policy in wanted:
             if policy == JOBS_ALONE and load != wanted[0][0]:
-                found[load, policy] = found[wanted[0][0], policy]
+                futures[load, policy] = futures[wanted[0][0], policy]
             else:
                 one = replace(config, policies=(policy,))
-                found[load, policy] = pool.submit(_cell, place, one, trace, slo, load, rates[load])
+                futures[load, policy] = pool.submit(
+                    _cell, place, one, trace, slo, load, rates[load]
+                )
         for load, policy in wanted:
             watch(f"{policy}, {load}: {rates[load]:.3g} requests/s")
-            yield replace(found[load, policy].result(), load=load, rate=rates[load])
+            yield replace(futures[load, policy].result(), load=load, rate=rates[load])
 
 
 def _cell(

@@ -110,14 +110,14 @@ def _over_rates(
 def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) -> str:
     """Return a chart of the share of requests with at most a latency, at the highest rate."""
     slo_s = getattr(compared.slo, kind)
-    found = {
+    values_by = {
         cell.policy: [
             getattr(each, kind) for each in cell.played.outcomes if getattr(each, kind) is not None
         ]
         for cell in compared.cells
         if cell.rate == max(each.rate for each in compared.cells) and cell.policy != JOBS_ALONE
     }
-    values = [1e3 * value for each in found.values() for value in each if value > 0] or [
+    values = [1e3 * value for each in values_by.values() for value in each if value > 0] or [
         1e3 * slo_s
     ]
     x = Axis(
@@ -128,7 +128,7 @@ def _distribution(compared: Compared, styles: _Styles, kind: str, words: str) ->
     )
     y = Axis(label="share of requests", low=0, high=1)
     marks = [line([(1e3 * slo_s, 0), (1e3 * slo_s, 1)], "ink", dashed=True)]
-    for policy, each in found.items():
+    for policy, each in values_by.items():
         points = (
             [(1e3 * percentile(each, share / 100), share / 100) for share in range(101)]
             if each
@@ -235,14 +235,14 @@ def _cell(name: str, value: float | None) -> str:
 def _model_error(compared: Compared) -> str:
     if not compared.modelled:
         return ""
-    found = compared.result()["model_error"]
+    errors = compared.result()["model_error"]
     names = {
         "tuning_tokens_per_s": "tuning tokens/s",
         "ttft_p99_ms": "TTFT p99",
         "tpot_p99_ms": "TPOT p99",
     }
     errors = ", ".join(
-        f"{names[name]} {_cell('attainment', value)}" for name, value in found.items()
+        f"{names[name]} {_cell('attainment', value)}" for name, value in errors.items()
     )
     words = f"Mean errors of the model of this device over these rows: {errors}."
     return f'<p class="note">{escape(words)}</p>'

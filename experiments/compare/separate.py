@@ -295,8 +295,8 @@ class _Worker:
         finally:
             timer.cancel()
         if line:
-            found: dict[str, Any] = json.loads(line)
-            return found
+            result: dict[str, Any] = json.loads(line)
+            return result
         self._process.wait()
         words = [
             each for each in self._log.read_text("utf-8", "replace").splitlines() if each.strip()
@@ -317,8 +317,8 @@ class _Transformers:
         """
         requests = [(each.at_s, each.num_prompt_tokens, each.num_output_tokens) for each in trace]
         self._worker.tell({"start_s": start_s, "end_s": seconds + drain_s, "trace": requests})
-        found = self._worker.answer(seconds + drain_s + _LATE_S)["outcomes"]
-        outcomes = [RequestOutcome(**{**each, "gaps_s": tuple(each["gaps_s"])}) for each in found]
+        answers = self._worker.answer(seconds + drain_s + _LATE_S)["outcomes"]
+        outcomes = [RequestOutcome(**{**each, "gaps_s": tuple(each["gaps_s"])}) for each in answers]
         return {outcome.index: outcome for outcome in outcomes}
 
 

@@ -39,10 +39,10 @@ def many(
     from experiments.many import jobs as experiment
 
     def results(backbone: "Backbone") -> dict[str, Any]:
-        found = experiment.run(backbone, runs=runs, num_jobs=jobs, batch=batch)
+        result = experiment.run(backbone, runs=runs, num_jobs=jobs, batch=batch)
         steps = decode_steps.run(backbone, runs=runs)
         return {
-            **found,
+            **result,
             **{name: steps[name] for name in ("decode_step_ms", "decode_step_adapters_ms")},
         }
 

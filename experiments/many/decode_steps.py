@@ -56,14 +56,14 @@ def run(
         "decode_step_mixed_ms": _load(engine, backbone, "mixed", mixed),
     }
     generator = torch.Generator().manual_seed(0)
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    times_s: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(runs + 1):  # the first turn warms up
         prompts = torch.randint(
             backbone.architecture.vocab_size, (num_requests, context), generator=generator
         ).tolist()
         for name, adapters in sides.items():
-            found[name].append(engine_step_s(engine, prompts, adapters))
-    times: dict[str, Any] = {name: 1e3 * median(turns[1:]) for name, turns in found.items()}
+            times_s[name].append(engine_step_s(engine, prompts, adapters))
+    times: dict[str, Any] = {name: 1e3 * median(turns[1:]) for name, turns in times_s.items()}
     return {"num_requests": num_requests, "rank": rank, "context": context, **times}
 
 

@@ -31,10 +31,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of requests, in each cell")
     parser.add_argument("--processes", type=int, default=2)
     add_save_option(parser)
-    given = parser.parse_args()
-    data, result = Data(folder=given.data, seconds=given.seconds), {}
-    with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
-        for name in given.figures.split(","):
+    options = parser.parse_args()
+    data, result = Data(folder=options.data, seconds=options.seconds), {}
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for name in options.figures.split(","):
             figure, started_s = FIGURES[name], time.perf_counter()
             print(f"# {name}: {figure.title}", flush=True)
             rows: list[Row] = []
@@ -47,8 +47,8 @@ def main() -> None:
                 print(*(f"{key}: {value}." for key, value in claim.items()), flush=True)
             print(f"{time.perf_counter() - started_s:.0f} s", flush=True)
             result[name] = {"rows": rows, "claims": claims}
-    numbers = {"experiment": "papers", "seconds": given.seconds, "figures": result}
-    print_result("papers", numbers, given.save)
+    numbers = {"experiment": "papers", "seconds": options.seconds, "figures": result}
+    print_result("papers", numbers, options.save)
 
 
 if __name__ == "__main__":

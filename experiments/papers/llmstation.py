@@ -132,25 +132,25 @@ def _best(
     rate.
     """
     share = trace(rate / model.num_servers)
-    found = {}
+    result = {}
     for system, policies in _SYSTEMS.items():
         if system == _FINEINFER and model.num_servers > 1:
             continue
         runs = [setting.run(policy, share, data.seconds) for policy in policies]
         held = [played.tuning_tokens_per_s for played in runs if setting.holds(played)]
-        found[system] = model.num_servers * max(held, default=0.0)
+        result[system] = model.num_servers * max(held, default=0.0)
     if model.num_servers > 1:
         # One server for requests, the other for tuning, as long as one is enough.
         enough = setting.holds(setting.requests_alone(trace(rate), data.seconds))
-        found[_FINEINFER] = setting.tuning_alone() if enough else 0.0
-        found[_APART] = _torchtune(setting) if enough else 0.0
+        result[_FINEINFER] = setting.tuning_alone() if enough else 0.0
+        result[_APART] = _torchtune(setting) if enough else 0.0
     else:
         # The smallest part on which requests hold their SLOs leaves most for tuning.
         enough_for = (
             tuning for played, tuning in _parts(setting, share, data) if setting.holds(played)
         )
-        found[_APART] = next(enough_for, 0.0)
-    return found
+        result[_APART] = next(enough_for, 0.0)
+    return result
 
 
 def _torchtune(setting: Setting) -> float:

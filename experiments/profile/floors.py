@@ -66,20 +66,20 @@ class Floors:
         """Return the work of a forward pass of requests that decode with this many keys each, and
         of a window of a sequence's first rows.
         """
-        found: dict[str, Work] = defaultdict(Work)
+        parts: dict[str, Work] = defaultdict(Work)
         graphs = self._backbone.local.graphs
         for part in self._backbone.local.parts[:-1]:
             for context in contexts:
-                self._add_graph(found, graphs[part], self._load(1, context))
+                self._add_graph(parts, graphs[part], self._load(1, context))
             if window_rows:
                 self._add_graph(
-                    found,
+                    parts,
                     self._programs.program[part].graph,
                     self._load(window_rows, window_rows / 2),
                 )
         head = graphs["head"].cost(self._load(len(contexts), 0))
-        found["head and loss"].flops += head.flops if contexts else 0
-        found["sampling"].bytes += (
+        parts["head and loss"].flops += head.flops if contexts else 0
+        parts["sampling"].bytes += (
             len(contexts) * self._backbone.architecture.vocab_size * self._backbone.dtype.itemsize
         )
         used = [
@@ -87,31 +87,31 @@ class Floors:
             "products",
             *(["head and loss"] if contexts else []),
         ]
-        return self._with_read_once(found, used)
+        return self._with_read_once(parts, used)
 
     def backward(self, rows: int) -> dict[str, Work]:
         """Return the work of the loss of a sequence and of the backward pass through all blocks."""
-        found: dict[str, Work] = defaultdict(Work)
+        parts: dict[str, Work] = defaultdict(Work)
         load = self._load(rows, rows / 2)
         loss = self._programs.loss
-        found["head and loss"].flops += (
+        parts["head and loss"].flops += (
             loss.forward_cost(load).flops + loss.backward_cost(load).flops
         )
         for part in self._programs.parts:
-            self._add_backward(found, self._programs.program[part], load)
-        return self._with_read_once(found, _READ_ONCE)
+            self._add_backward(parts, self._programs.program[part], load)
+        return self._with_read_once(parts, _READ_ONCE)
 
     def _load(self, rows: int, keys: float) -> Load:
         return Load(rows=rows, mean_context_len=keys, compute_dtype=self._backbone.dtype)
 
-    def _add_graph(self, found: dict[str, Work], graph: Graph, load: Load) -> None:
+    def _add_graph(self, parts: dict[str, Work], graph: Graph, load: Load) -> None:
         for node in graph.nodes:
             cost = graph.node_cost(node, load)
-            work = found[_PART_OF_OPERATOR.get(node.op, "elementwise")]
+            work = parts[_PART_OF_OPERATOR.get(node.op, "elementwise")]
             work.flops += cost.flops
             work.bytes += cost.bytes
 
-    def _add_backward(self, found: dict[str, Work], program: Program, load: Load) -> None:
+    def _add_backward(self, parts: dict[str, Work], program: Program, load: Load) -> None:
         for step in (part for each in program.backward for part in each.parts or (each,)):
             node, graph = step.node, program.graph
             if step.kind == "recompute":
@@ -119,15 +119,15 @@ class Floors:
             else:
                 wanted = [slot for slot in step.wanted if slot in node.input]
                 cost = node.operator.vjp_cost(wanted, graph.slot_specs(node), node.attribute, load)
-            work = found[_PART_OF_OPERATOR.get(node.op, "elementwise")]
+            work = parts[_PART_OF_OPERATOR.get(node.op, "elementwise")]
             work.flops += cost.flops
             work.bytes += cost.bytes
 
-    def _with_read_once(self, found: dict[str, Work], used: Collection[str]) -> dict[str, Work]:
+    def _with_read_once(self, parts: dict[str, Work], used: Collection[str]) -> dict[str, Work]:
         for part in _READ_ONCE:
-            if part in found or part in used:
-                found[part].bytes = self._read_once[part] if part in used else 0.0
-        return dict(found)
+            if part in parts or part in used:
+                parts[part].bytes = self._read_once[part] if part in used else 0.0
+        return dict(parts)
 
 
 def _weight_bytes(backbone: Backbone, parts: Sequence[Part]) -> int:

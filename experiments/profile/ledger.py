@@ -108,11 +108,11 @@ class Ledger:
                 step()
         finally:
             self._mode = "off"
-        found: defaultdict[str, float] = defaultdict(float)
+        spent: defaultdict[str, float] = defaultdict(float)
         _add_operations(
-            (event for event in profiled.events() if event.cpu_parent is None), "elementwise", found
+            (event for event in profiled.events() if event.cpu_parent is None), "elementwise", spent
         )
-        return dict(found)
+        return dict(spent)
 
     def run(
         self, part: str, call: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
@@ -163,14 +163,14 @@ class _WatchedBackend:
     def trace(
         self, dtype: torch.dtype, run: Callable[[Trace[Backend]], Tensor]
     ) -> TracedCalls | None:
-        found = self._inner.trace(dtype, run)
-        return None if found is None else _WatchedCalls(found, self._ledger)
+        calls = self._inner.trace(dtype, run)
+        return None if calls is None else _WatchedCalls(calls, self._ledger)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if name.startswith("_") or not callable(found):
-            return found
-        watched = partial(self._run, part_of(name), found)
+        method = getattr(self._inner, name)
+        if name.startswith("_") or not callable(method):
+            return method
+        watched = partial(self._run, part_of(name), method)
         setattr(self, name, watched)
         return watched
 
@@ -222,23 +222,23 @@ def split_rest(timed: dict[str, float], traced: dict[str, float]) -> dict[str, f
 
     If tracing took longer than all of that, each operation counts for less.
     """
-    found = {part: timed.get(part, 0.0) for part in PARTS}
+    spent = {part: timed.get(part, 0.0) for part in PARTS}
     factor = min(1.0, timed["Python"] / max(sum(traced.values()), 1e-9))
     for part, seconds in traced.items():
-        found[part] += factor * seconds
-        found["Python"] -= factor * seconds
-    return {**found, "Python": max(0.0, found["Python"])}
+        spent[part] += factor * seconds
+        spent["Python"] -= factor * seconds
+    return {**spent, "Python": max(0.0, spent["Python"])}
 
 
-def _add_operations(events: Iterable[Any], part: str, found: defaultdict[str, float]) -> None:
+def _add_operations(events: Iterable[Any], part: str, spent: defaultdict[str, float]) -> None:
     """Add the times of the outermost operations among these events and below, without those inside
     the backend's calls, which are timed.
     """
     for event in events:
         if event.name == SAMPLING:
-            _add_operations(event.cpu_children, "sampling", found)
+            _add_operations(event.cpu_children, "sampling", spent)
         elif not event.name.startswith(_PREFIX):
-            found[part] += event.time_range.elapsed_us() / 1e6
+            spent[part] += event.time_range.elapsed_us() / 1e6
 
 
 def peak_flops_per_s(

@@ -149,14 +149,14 @@ class _Bench:
         """Run until the next step of a kind, and measure it."""
         self._engine.policy = make_policy(_POLICIES[kind])
         while True:
-            found = measure(self._engine.step)
+            result = measure(self._engine.step)
             plan = self._engine.last_plan
             if _kind(plan) == kind:
                 if kind == "fused":
                     self.windows.append(
                         sum(each.rows for each in plan.rows if each.kind == "window")
                     )
-                return found
+                return result
             if not self._engine.has_work:
                 raise CoserveError(f"no step of kind {kind!r} came")
 

@@ -145,18 +145,18 @@ def requests_of_cell(
     number = round(rate * seconds)
     span_s = (trace[-1].at_s - trace[0].at_s) * len(trace) / max(1, len(trace) - 1) or 1.0
     factor = len(trace) / rate / span_s
-    found = []
+    result = []
     for index in range(cell, number, num_cells):
         turn, place = divmod(index, len(trace))
         request = trace[place]
-        found.append(
+        result.append(
             TracedRequest(
                 at_s=(turn * span_s + request.at_s - trace[0].at_s) * factor,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=request.num_output_tokens,
             )
         )
-    return found
+    return result
 
 
 def jobs_of_day(jobs: Sequence[TracedJob], seconds: float) -> list[TracedJob]:
@@ -338,18 +338,18 @@ def _check(
     fine = [
         EngineNode(f"n{index}", each.open(engine), kind.node) for index, each in enumerate(places)
     ]
-    found: dict[str, Any] = {"requests_per_s_per_node": rate, "requests": len(requests)}
+    result: dict[str, Any] = {"requests_per_s_per_node": rate, "requests": len(requests)}
     sides: dict[str, dict[str, float]] = {}
     models: dict[str, Sequence[ModelledNode]] = {"fine": fine, "coarse": coarse}
     for name, nodes in models.items():
         sides[name] = _measured(nodes, tasks, config.placement)
-        found[name] = {key: round(value, 5) for key, value in sides[name].items()}
-    found["error"] = {
+        result[name] = {key: round(value, 5) for key, value in sides[name].items()}
+    result["error"] = {
         key: round(sides["coarse"][key] / value - 1, 4)
         for key, value in sides["fine"].items()
         if value > 0
     }
-    return found
+    return result
 
 
 def _measured(
