@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,24 @@ if TYPE_CHECKING:
 Fill = Callable[["Table", dict[str, Any]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """Model of a measurement, and how to load it."""
+
+    model: str
+    """Directory, hub id, or dummy:PRESET."""
+    dtype: str
+    """Name of a dtype, or best."""
+    weights: str
+    """Storage of the weights of linear layers."""
+    place: str
+    """Name of a device, or auto."""
+
+
 def measure(
     experiment: str,
     fill: Fill,
-    model: str,
-    dtype: str,
-    weights: str,
-    place: str,
+    model: MeasuredModel,
     runs: int,
     run: Callable[["Backbone"], dict[str, Any]],
     save: Path | None,
@@ -31,10 +43,7 @@ def measure(
     Args:
         experiment: Name of the measurement.
         fill: Function that fills the table.
-        model: Directory, hub id, or dummy:PRESET.
-        dtype: Name of a dtype, or best.
-        weights: Storage of the weights of linear layers.
-        place: Name of a device, or auto.
+        model: Model, and how to load it.
         runs: Number of turns, for the result.
         run: Measurement on the loaded model.
         save: Directory for the result; None saves nothing.
@@ -45,32 +54,35 @@ def measure(
     from coserve.devices.torch.process_memory import keep_freed_memory
     from coserve.models import load_backbone
 
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if place == "auto" else place
-    )
-    dtype = best_dtype(device) if dtype == "best" else dtype
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(automatic if model.place == "auto" else model.place)
+    dtype = best_dtype(device) if model.dtype == "best" else model.dtype
     keep_freed_memory()  # as the server's engine does; for all sides
-    backbone = load_backbone(model, dtype=dtype, device=device, weights=weights)
-    what = {
-        "model": model,
+    backbone = load_backbone(model.model, dtype=dtype, device=device, weights=model.weights)
+    subject = {
+        "model": model.model,
         "dtype": dtype,
-        "weights": weights,
+        "weights": model.weights,
         "runs": runs,
         "machine": describe(device),
     }
-    return print_result(experiment, fill, what, run(backbone), save)
+    return print_result(experiment, fill, subject, run(backbone), save)
 
 
 def print_result(
-    experiment: str, fill: Fill, what: dict[str, Any], found: dict[str, Any], save: Path | None
+    experiment: str,
+    fill: Fill,
+    subject: dict[str, Any],
+    numbers: dict[str, Any],
+    save: Path | None,
 ) -> dict[str, Any]:
     """Print a table and a line of JSON, and return the whole result.
 
     Args:
         experiment: Name of the measurement.
         fill: Function that fills the table.
-        what: What was measured, and where.
-        found: Numbers.
+        subject: What was measured, and where.
+        numbers: What the measurement found.
         save: Directory for the result; None saves nothing.
     """
     from rich.table import Table
@@ -79,12 +91,11 @@ def print_result(
     from coserve.bench.results import save_result
     from coserve.cli.tables import console
 
-    said = {"versions": versions(), "date": datetime.now(UTC).date().isoformat()}
-    result = {"experiment": experiment, **said, **what, **found}
-    words = ", ".join(
-        str(what[name]) for name in ("model", "dtype", "weights", "machine") if name in what
-    )
-    table = Table(title=f"{experiment}: {words}", title_justify="left")
+    origin = {"versions": versions(), "date": datetime.now(UTC).date().isoformat()}
+    result = {"experiment": experiment, **origin, **subject, **numbers}
+    described = ("model", "dtype", "weights", "machine")
+    title = ", ".join(str(subject[name]) for name in described if name in subject)
+    table = Table(title=f"{experiment}: {title}", title_justify="left")
     fill(table, result)
     console().print(table)
     print(json.dumps(result))

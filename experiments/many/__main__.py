@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Save, Weights
-from coserve.cli.bench_result import measure
+from coserve.cli.bench_result import MeasuredModel, measure
 from coserve.cli.main import run
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def many(
             **{name: steps[name] for name in ("decode_step_ms", "decode_step_adapters_ms")},
         }
 
-    measure("many", _fill, model, dtype, weights, place, runs, results, save)
+    measured = MeasuredModel(model, dtype, weights, place)
+    measure("many", _fill, measured, runs, results, save)
 
 
 def _fill(table: "Table", result: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coserve.cli.bench_options import DEFAULT_MODEL, Dtype, Model, Place, Runs, Save, Weights
-from coserve.cli.bench_result import measure
+from coserve.cli.bench_result import MeasuredModel, measure
 from coserve.cli.main import run
 from coserve.cli.report_option import report_option, write_report
 
@@ -46,7 +46,8 @@ def profile(
     def results(backbone: "Backbone") -> dict[str, Any]:
         return experiment.run(backbone, runs=runs, streams=streams)
 
-    result = measure("profile", _fill, model, dtype, weights, place, runs, results, save)
+    measured = MeasuredModel(model, dtype, weights, place)
+    result = measure("profile", _fill, measured, runs, results, save)
     write_report(picture, profile_html(result))
 
 

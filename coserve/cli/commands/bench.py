@@ -18,7 +18,7 @@ from coserve.cli.bench_options import (
     Save,
     Weights,
 )
-from coserve.cli.bench_result import measure, print_result
+from coserve.cli.bench_result import MeasuredModel, measure, print_result
 
 if TYPE_CHECKING:
     from coserve.models.backbone import Backbone
@@ -75,10 +75,7 @@ def decode(
     measure(
         "decode",
         bench_tables.decode,
-        model,
-        dtype,
-        weights,
-        place if openvino is None else "cpu",
+        MeasuredModel(model, dtype, weights, place if openvino is None else "cpu"),
         runs,
         run,
         save,
@@ -123,7 +120,8 @@ def train(
             backbone, runs=runs, compiled=compiled, max_recompute=max_recompute, dropout=dropout
         )
 
-    measure("train", bench_tables.train, model, dtype, weights, place, runs, run, save)
+    measured = MeasuredModel(model, dtype, weights, place)
+    measure("train", bench_tables.train, measured, runs, run, save)
 
 
 @app.command()
@@ -165,7 +163,8 @@ def coserve(
             deterministic=deterministic,
         )
 
-    measure("coserve", bench_tables.coserve, model, dtype, weights, place, runs, run, save)
+    measured = MeasuredModel(model, dtype, weights, place)
+    measure("coserve", bench_tables.coserve, measured, runs, run, save)
 
 
 @app.command()
