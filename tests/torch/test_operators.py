@@ -231,7 +231,7 @@ def test_regroup(groups, start, widths):
 
 
 _COLUMNS = {"groups": 4, "of": 3, "start": 1}
-_LOW_RANK = {"x": (5, 8), "weight": (2, 8), "y": (5, 2)}
+_LOW_RANK: dict[str, tuple[int, ...]] = {"x": (5, 8), "weight": (2, 8), "y": (5, 2)}
 # By operator: shapes of its inputs and outputs, and attributes.
 _ADDED: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
     "columns": ({"x": (5, 12), "y": (5, 8)}, {**_COLUMNS, "width": 2}),
