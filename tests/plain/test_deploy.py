@@ -164,7 +164,7 @@ def test_workers_drain_before_they_end():
         drain = get_command(app).commands["drain"]  # type: ignore[attr-defined]  # it is a group of them
         given = drain.make_context("drain", command[3:]).params
         assert (given["here"], given["address"], given["node"]) == (True, "192.0.2.7:6379", None)
-    text = (ROOT / "coserve" / "cluster" / "machines.py").read_text()
+    text = (ROOT / "coserve" / "cluster" / "ray" / "joining.py").read_text()
     move_s = float(re.search(r"^MOVE_S = ([\d.]+)$", text, re.MULTILINE)[1])
     assert (
         group["template"]["spec"]["terminationGracePeriodSeconds"] > move_s + ServerConfig().drain_s

@@ -57,7 +57,7 @@ def test_where_nothing_can_be_written(adapter, tmp_path):
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file" / "new"):
         with pytest.raises(
-            CoserveError, match=f"it cannot be written to {directory}: Not a directory"
+            CoserveError, match=f"{directory} cannot be written: Not a directory"
         ):
             export(adapter, directory)
 

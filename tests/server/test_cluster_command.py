@@ -26,12 +26,12 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
 
 def test_a_cluster_that_is_there_has_its_port(tmp_path: Path):
     said = failure(tmp_path, "cluster", "up", "--address", "127.0.0.1:1", "--ray-port", "7")
-    assert "--ray-port is for a cluster that is started here: leave it out, or --address" in said
+    assert "--ray-port applies to a cluster that this command starts: remove it, or --address" in said
 
 
 @pytest.mark.parametrize("arguments", [(), ("node-1", "--here")])
 def test_a_drain_is_of_one_node_or_of_all_here(tmp_path: Path, arguments: tuple[str, ...]):
-    assert "is for one NODE, or with --here for all nodes" in failure(
+    assert "name one NODE to drain, or use --here for all nodes" in failure(
         tmp_path, "cluster", "drain", *arguments
     )
 

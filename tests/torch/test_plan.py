@@ -112,7 +112,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
     day = tmp_path / "day.csv"
     day.write_text("hour_of_day,requests\n" + "".join(f"{hour},5\n" for hour in range(24)))
     for arguments, words in (
-        (("--trace", str(day)), "give their mean number per second"),
+        (("--trace", str(day)), "set their mean rate per second"),
         (
             ("--trace", str(day), "--rate", "1", "--hardware", "a100,h100"),
             "only one kind of device is possible here",
