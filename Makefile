@@ -95,9 +95,10 @@ storm: setup  ## Operations and faults, in virtual time and on real processes; a
 storm-simulated storm-clustered storm-poisoned storm-ranks: storm-%: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m storm $* --minutes $(MINUTES) --first-seed $(SEED)
 
-lint: setup  ## Format, lint and types of the package, tests, scripts and experiments
+lint: setup  ## Format, lint, spelling and types of the package, tests, scripts and experiments
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 

@@ -1,42 +1,42 @@
-"""Everything that coserve raises on purpose.
+"""Errors that coserve raises on purpose.
 
 CoserveError
-├── GraphError          a graph or an operator rule is inconsistent: a bug in a model family or a PEFT method
+├── GraphError          an inconsistent graph or operator rule: a bug in a family or a PEFT method
 ├── PolicyError         a plan that cannot be run: a bug in a policy
 ├── KernelError         kernels that cannot be compiled on this machine
 ├── BudgetError         a budget that nothing can meet
 ├── ModelError          a model that cannot be used
 │   ├── UnknownModelError       no such preset, directory or hub id
 │   ├── UnsupportedModelError   a family or a configuration that coserve does not run
-│   └── WeightsError            weights that are missing, extra, misshapen, damaged or of the wrong type
+│   └── WeightsError            missing, extra, misshapen, damaged or wrongly typed weights
 ├── AdapterError        an adapter that cannot be used with this model
-│   └── AdapterTooLargeError    one that needs more memory than there is for it now
+│   └── AdapterTooLargeError    an adapter for which there is not enough memory now
 ├── DataError           training data that cannot be used
-│   └── NothingToTrainError     a record that is read, and of which nothing is left to train on
-├── RequestError        a request that cannot be served as it was asked
-│   └── GrammarMemoryError      its grammar finds no room now beside those of other requests
-├── LimitError          more than a tenant may have, or more than it may have now
-├── JobError            a fine-tuning job that cannot be run as it was asked, or that is not there
-│   └── JobOverError            the engine does not have the job: it has ended there, or never was
+│   └── NothingToTrainError     a readable record without anything to train on
+├── RequestError        a request that cannot be served as it stands
+│   └── GrammarMemoryError      no room now for the request's compiled grammar
+├── LimitError          more than a tenant may have, ever or now
+├── JobError            a fine-tuning job that cannot be run as it stands, or is not there
+│   └── JobOverError            a job that the engine does not have, or no longer has
 ├── StoreError          the database of files and jobs cannot be used now
-│   └── DiskFullError           a file or the database cannot be written: there is no room on its disk
+│   └── DiskFullError           no room on the disk for a file or the database
 ├── DeviceMemoryError   the device ran out of memory within a step
-├── DeviceGoneError     the device's process is not there any more
-├── RankError           a collective that was not completed, since a rank of the group failed
-│   └── RankGoneError           a rank that has ended, or that does not answer: the group cannot continue
-├── EngineGoneError     the engine's process is not there: it starts, or has died and is started again
-├── SandboxError        a call that crashed in its sandbox, or went past the limits there
+├── DeviceGoneError     the device's process has ended
+├── RankError           a collective that was not completed because a rank failed
+│   └── RankGoneError           a rank that has ended or does not answer
+├── EngineGoneError     the engine's process is not running: it starts, or is restarted
+├── SandboxError        a call that crashed in its sandbox or exceeded its limits
 ├── ClusterError        a cluster that cannot be reached, or used as it was asked
 │   └── FrontSilentError        no front answers now; another one may take over
 └── ServerError         a server that cannot be reached, or that answered with an error
 
-Every message is one line that says what is wrong and what would be right. Broken invariants inside coserve are plain
-``assert`` statements: no input should ever reach them.
+Every message is one line that says what is wrong and what would be right. Broken invariants inside
+coserve are plain `assert` statements: no input should ever reach them.
 """
 
 
 class CoserveError(Exception):
-    """Base of every error that coserve raises on purpose; the message is fit to show to a user."""
+    """Base of all errors that coserve raises on purpose; the message can be shown to a user."""
 
 
 class GraphError(CoserveError):
@@ -76,7 +76,7 @@ class AdapterError(CoserveError):
 
 
 class AdapterTooLargeError(AdapterError):
-    """An adapter that needs more memory than there is for it now; the message gives both in bytes."""
+    """An adapter that needs more memory than is free now; the message gives both in bytes."""
 
 
 class DataError(CoserveError):
@@ -84,20 +84,24 @@ class DataError(CoserveError):
 
 
 class NothingToTrainError(DataError):
-    """A record that can be read but has nothing to train on; a job that is not strict leaves it out."""
+    """A readable record without anything to train on; a job that is not strict leaves it out."""
 
 
 class RequestError(CoserveError):
-    """A request that cannot be served as it was asked."""
+    """A request that cannot be served as it stands."""
 
 
 class GrammarMemoryError(RequestError):
-    """A request whose compiled grammar finds no room now beside those of requests under way."""
+    """A request whose compiled grammar has no room now beside those of running requests."""
 
 
 class LimitError(CoserveError):
-    """More than a tenant may have. what: "requests", "tokens", "jobs" or "files". retry_after_s: when it may be had;
-    None: what was asked for never.
+    """More than a tenant may have.
+
+    Args:
+        message: the message.
+        what: kind of limit: "requests", "tokens", "jobs" or "files".
+        retry_after_s: seconds after which a retry can succeed; None if it never can.
     """
 
     def __init__(self, message: str, *, what: str, retry_after_s: float | None = None) -> None:
@@ -106,7 +110,12 @@ class LimitError(CoserveError):
 
 
 class JobError(CoserveError):
-    """A fine-tuning job that cannot be run as it was asked, or that is not there. param: the setting that is wrong."""
+    """A fine-tuning job that cannot be run as it stands, or is not there.
+
+    Args:
+        message: the message.
+        param: name of the wrong setting, if it is one.
+    """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -114,7 +123,7 @@ class JobError(CoserveError):
 
 
 class JobOverError(JobError):
-    """The engine does not have the job: it has ended there, or never was."""
+    """A job that the engine does not have: it has ended there, or never was."""
 
 
 class StoreError(CoserveError):
@@ -122,7 +131,7 @@ class StoreError(CoserveError):
 
 
 class DiskFullError(StoreError):
-    """A file or the database cannot be written, since there is no room on its disk; nothing of it has been kept."""
+    """No room on the disk for a file or the database; nothing of it has been kept."""
 
 
 class DeviceMemoryError(CoserveError):
@@ -130,9 +139,11 @@ class DeviceMemoryError(CoserveError):
 
 
 class DeviceGoneError(CoserveError):
-    """The device's process has ended; what was asked of it has not been done, or not to its end.
+    """The device's process has ended, so a command was not executed, or only in part.
 
-    returncode: how it ended, as `subprocess` has it: negative for a signal; None if that is not known.
+    Args:
+        message: the message.
+        returncode: exit status as `subprocess` has it, negative for a signal; None if unknown.
     """
 
     def __init__(self, message: str = "", returncode: int | None = None) -> None:
@@ -141,25 +152,28 @@ class DeviceGoneError(CoserveError):
 
 
 class RankError(CoserveError):
-    """A collective that a group of ranks did not complete: a rank failed, or ranks called different collectives.
+    """A collective that ranks did not complete: one failed, or they called different collectives.
 
     The group can be used again once every rank has called `RankGroup.reset`.
     """
 
 
 class RankGoneError(RankError):
-    """A rank's process has ended, or did not answer in time: the group cannot be used any more."""
+    """A rank's process has ended or did not answer in time; the group can no longer be used."""
 
 
 class EngineGoneError(CoserveError):
-    """The engine's process is not there now; what was asked of it has not been done, or not to its end."""
+    """The engine's process is not running, so a command was not executed, or only in part."""
 
 
 class SandboxError(CoserveError):
-    """A call that has no result, since its process ended.
+    """A call without a result, because its process ended.
 
-    failure: "crashed"; "memory" or "time" for a limit of its own; "late" where a busy machine held it up; "killed" or
-    "unstarted" where its process ended for no reason of the call's.
+    Args:
+        message: the message.
+        failure: "crashed"; "memory" or "time" for a limit of its own; "late" where a busy machine
+            held it up; "killed" or "unstarted" where its process ended for a reason outside the
+            call.
     """
 
     def __init__(self, message: str, *, failure: str) -> None:
@@ -172,11 +186,16 @@ class ClusterError(CoserveError):
 
 
 class FrontSilentError(ClusterError):
-    """The cluster has a front that does not answer now: it starts, or another one takes over."""
+    """A cluster whose front does not answer now: it starts, or another one takes over."""
 
 
 class ServerError(CoserveError):
-    """A server that cannot be reached, or that answered with an error; status: of HTTP, None if there was no answer."""
+    """A server that cannot be reached, or that answered with an error.
+
+    Args:
+        message: the message.
+        status: HTTP status; None if there was no answer.
+    """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -191,5 +210,7 @@ _BY_NAME = {
 
 
 def error_of_kind(kind: str) -> type[CoserveError] | None:
-    """Return the class of one of these errors by its name, as messages between processes have it; None for others."""
+    """Return the class of an error by its name, as messages between processes have it; None if
+    there is none.
+    """
     return _BY_NAME.get(kind)

@@ -122,7 +122,7 @@ def deadline(task: ClusterTask, kinds: _Kinds, *, slo_times: float) -> Deadline:
     Args:
         task: The request.
         kinds: Kinds of the cluster's nodes.
-        slo_times: TTFT objective of a request without one, in forward passes of its own.
+        slo_times: TTFT SLO of a request without one, in forward passes of its own.
     """
     alone_s = min(
         [stages * forward.seconds(task.num_tokens, task.batch_size) for stages, forward in kinds]
@@ -174,7 +174,7 @@ class DeadlineQueue:
         """Begin without tasks.
 
         Args:
-            slo_times: TTFT objective of a request without one, in forward passes of its own.
+            slo_times: TTFT SLO of a request without one, in forward passes of its own.
             max_defer_s: Time after which a task has waited for long.
             has_room: Returns whether a node may get a task; where none may, no task is looked for.
         """

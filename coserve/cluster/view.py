@@ -92,9 +92,9 @@ class ClusterTask(msgspec.Struct, frozen=True, kw_only=True):
     prefix: tuple[bytes, ...] = ()
     """Keys of the prompt's full blocks (`coserve.memory.pages.prefix_index`), as far as known."""
     ttft_s: float | None = None
-    """TTFT objective; None: none."""
+    """TTFT SLO; None: none."""
     tpot_s: float | None = None
-    """TPOT objective; None: none."""
+    """TPOT SLO; None: none."""
     tenant: str = ""
     """Name of the tenant."""
     job: str = ""

@@ -54,7 +54,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def virtual_tokens(number: int) -> range:
-    """Return the ids of an adapter's virtual tokens, in order: -1, -2, …"""
+    """Return the ids of an adapter's virtual tokens, in order from -1 downward."""
     return range(-1, -1 - number, -1)
 
 

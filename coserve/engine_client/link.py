@@ -152,7 +152,7 @@ class EngineLink:
         self._listeners: list[EngineListener] = []
         self._ready: Ready | None = None
         self.start_progress: StartProgress | None = None
-        """Stage of an engine that is starting; None before its first report and once it is ready."""
+        """Stage of a starting engine; None before its first report and once it is ready."""
         self._streams: dict[str, RequestStream] = {}
         # Sequences that ended with a stop string, whose end the engine has not reported yet.
         self._stopped: set[tuple[str, int]] = set()

@@ -249,7 +249,7 @@ class BackwardRun:
     def _reverse(self, step: Instruction) -> None:
         node, rule = step.node, step.node.operator
         inputs, gradients = self._inputs(step, rule.apart), self._output_gradients(step)
-        # A gradient goes right into its sum where there is one, instead of into a tensor of its own.
+        # A gradient goes right into its sum where there is one, not into a tensor of its own.
         wanted = list[str]()
         for slot in step.wanted:
             add = GRADIENT_SUMS.get((node.op, slot))

@@ -194,7 +194,7 @@ class LatencyModel:
         return seconds
 
     def with_request(self, load: ForwardLoad, request: RequestProgress) -> Callable[[int], float]:
-        """Return a function from a number of rows to the seconds of a load with so many of a
+        """Return a function from a number of rows to the seconds of a load with this many of a
         request's prompt added.
 
         It holds until the load changes. It is made for searches, which call it for many numbers.

@@ -56,9 +56,7 @@ def test_on_a_full_disk_nothing_is_left(adapter, tmp_path):
 def test_where_nothing_can_be_written(adapter, tmp_path):
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file" / "new"):
-        with pytest.raises(
-            CoserveError, match=f"{directory} cannot be written: Not a directory"
-        ):
+        with pytest.raises(CoserveError, match=f"{directory} cannot be written: Not a directory"):
             export(adapter, directory)
 
 

@@ -26,7 +26,9 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
 
 def test_a_cluster_that_is_there_has_its_port(tmp_path: Path):
     said = failure(tmp_path, "cluster", "up", "--address", "127.0.0.1:1", "--ray-port", "7")
-    assert "--ray-port applies to a cluster that this command starts: remove it, or --address" in said
+    assert (
+        "--ray-port applies to a cluster that this command starts: remove it, or --address" in said
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("node-1", "--here")])

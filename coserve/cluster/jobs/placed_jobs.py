@@ -44,7 +44,7 @@ class _Job:
     late_start: "asyncio.Task[None] | None" = None
     """Task that sends the job to the node that it was assigned last."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever changes the job."""
+    """Held while a task changes the job."""
 
     @property
     def id(self) -> str:

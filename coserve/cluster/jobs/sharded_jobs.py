@@ -59,7 +59,7 @@ class _Job:
     starts: "list[asyncio.Task[None]]" = field(default_factory=list)
     """Starts of all shards but the first."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever changes the job."""
+    """Held while a task changes the job."""
 
     @property
     def id(self) -> str:

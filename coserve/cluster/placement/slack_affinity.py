@@ -67,7 +67,7 @@ class SlackAffinity(PlacementPolicy):
         least=1,
     )
     slo_times: float = setting(
-        5.0, "TTFT objective of requests without one, in forward passes of their own.", least=1
+        5.0, "TTFT SLO of requests without one, in forward passes of their own.", least=1
     )
     reserve: float = setting(
         0.2, "Share of a request's SLO that training and late requests must leave.", most=1.0

@@ -20,7 +20,7 @@ def fit(first: Tensor, *others: Tensor) -> bool:
     if dtype not in _DTYPES or not first.is_cpu or first.stride(-1) != 1:
         return False
     # A decode step calls this some hundred times, and a generator takes twice as long.
-    for tensor in others:  # noqa: SIM110
+    for tensor in others:
         if tensor.dtype != dtype or not tensor.is_cpu or tensor.stride(-1) != 1:
             return False
     return True

@@ -158,7 +158,7 @@ class PagedSequence:
         Args:
             num_tokens: Number of tokens that have run.
             tokens: All tokens so far.
-            owner: Whoever may share the blocks.
+            owner: Owner of the requests that may share the blocks.
         """
         self.length += num_tokens
         assert len(tokens) >= self.length

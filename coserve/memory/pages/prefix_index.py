@@ -72,7 +72,7 @@ class PrefixIndex:
         """Return the key of every full block of an owner's tokens.
 
         Args:
-            owner: Whoever may share the blocks.
+            owner: Owner of the requests that may share the blocks.
             tokens: All tokens.
             known: Keys of the first blocks, which are not computed again.
         """

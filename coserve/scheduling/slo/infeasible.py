@@ -23,7 +23,7 @@ def is_infeasible(request: RequestProgress, view: View, latency: LatencyModel) -
 
 
 def has_waited(request: RequestProgress, view: View) -> bool:
-    """Return whether a request has waited so long for its first token that its turn has come,
+    """Return whether a request has waited long enough for its first token that its turn has come,
     whatever else waits.
     """
     waited_s = view.now_s - request.info.arrival_s

@@ -1,5 +1,6 @@
-"""Parser for Qwen 3 Coder and Qwen 3.5: XML of parameters, as in the model's chat template
-(https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct):
+"""Parser for Qwen 3 Coder and Qwen 3.5: XML of parameters, as in the model's chat template.
+
+https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct has it:
 
     <tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call>
 
