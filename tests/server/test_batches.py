@@ -154,7 +154,7 @@ def test_a_file_in_parts(client: Any, tmp_path: Path):
         client.uploads.complete(upload.id, part_ids=[part.id for part in parts], md5="0" * 32)
     with pytest.raises(BadRequestError, match="5 bytes"):
         client.uploads.complete(upload.id, part_ids=[parts[0].id])
-    with pytest.raises(BadRequestError, match="no part"):
+    with pytest.raises(BadRequestError, match="not a part"):
         client.uploads.complete(upload.id, part_ids=["part_none"])
     done = client.uploads.complete(upload.id, part_ids=[parts[1].id, parts[0].id])
     assert done.status == "completed"
