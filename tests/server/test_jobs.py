@@ -664,19 +664,23 @@ def test_a_model_that_is_deleted_while_it_is_looked_up_is_not_known_later(tmp_pa
         async with world(tmp_path) as w:
             job = await w.until_over((await w.create(DATA, **QUICK)).id)
             read, asked, may_continue = w.store.read, threading.Event(), threading.Event()
+            lookup = threading.local()
 
             @contextmanager
             def slow_read():
                 with read() as transaction:
-                    transaction.adapter(TENANT, job.name)  # the moment that it sees
-                    asked.set()
-                    assert may_continue.wait(30)
+                    if getattr(lookup, "is_here", False):  # others read the store, too
+                        transaction.adapter(TENANT, job.name)  # the moment that it sees
+                        asked.set()
+                        assert may_continue.wait(30)
                     yield transaction
 
+            def look_up():
+                lookup.is_here = True
+                return w.manager.adapters.find(TENANT, job.name)
+
             w.store.read = slow_read
-            looking = asyncio.create_task(
-                asyncio.to_thread(w.manager.adapters.find, TENANT, job.name)
-            )
+            looking = asyncio.create_task(asyncio.to_thread(look_up))
             await asyncio.to_thread(asked.wait, 30)
             w.store.read = read
             assert await w.manager.delete_adapter(TENANT, job.name)
