@@ -26,9 +26,7 @@ from rank_devices import (
     group_says_why_it_cannot_start,
 )
 
-from coserve.devices.grammars.grammar import Grammar
 from coserve.devices.messages.commands import (
-    CloseGrammar,
     CloseRequest,
     CountCommands,
     DescribeRanks,
@@ -108,9 +106,9 @@ def test_calls_in_other_threads_end_with_the_group(tmp_path):
     wait_for(tmp_path / "asleep")
     with ThreadPoolExecutor() as pool:
         opened = pool.submit(device.execute, OpenVersion("v", adapter_directory()))
-        closed = pool.submit(device.execute, CloseGrammar(Grammar(kind="regex", text="a")))
+        counted = pool.submit(device.execute, CountCommands())
         device.close()
-        for each in (opened, closed):
+        for each in (opened, counted):
             with pytest.raises(DeviceGoneError, match="is closed"):
                 each.result(60)
     with pytest.raises(DeviceGoneError, match="is closed"):
