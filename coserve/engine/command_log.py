@@ -99,8 +99,9 @@ class CommandLog:
         self._device = device
         self._entries: list[_Entry] = []
         self._sent: _Sent | None = None
-        self._step: _Sent | None = None  # of the last step
-        self._num_answered: int | None = None  # by the device; None: not known, as after an error
+        self._step: _Sent | None = None  # entries of the last step
+        # Number of commands that the device has answered; None: not known, as after an error.
+        self._num_answered: int | None = None
         self._openings: set[str] = set()  # requests that a command in the log opens, and some more
         self.on_lost: Callable[[], None] = lambda: None
         """Called where a command that nobody waits for has failed, or may have: what it was to
@@ -240,7 +241,7 @@ class CommandLog:
                 entry.is_done = entry.is_done or place < num_done
                 entry.is_replayed = not entry.is_awaited
             if sent is not self._step and not all(entry.is_awaited for entry in sent.entries):
-                self.on_lost()  # of a step, `StepLoop` has been told
+                self.on_lost()  # after a failed step, `StepLoop` closes requests itself
         self._sent = None
 
     def _acknowledge(self) -> None:

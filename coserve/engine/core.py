@@ -81,7 +81,7 @@ class EngineCore:
                 the device's.
         """
         self.device, self.latency, self.config = device, latency, config
-        self._numbers = count()  # of requests and jobs whose callers have not named them
+        self._numbers = count()  # for requests and jobs that their callers have not named
         info, policy = device.info, make_policy(config.policy, config.policy_settings)
         self.outbox = Outbox()
         self._default_slo = DefaultSlo(latency, ttft_s=config.ttft_s, tpot_s=config.tpot_s)

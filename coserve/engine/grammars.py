@@ -41,16 +41,12 @@ _PART_OF_ROOM, MIN_STATES = 8, 500
 class _Compiled:
     """A grammar that the device has compiled."""
 
-    # As measured.
     own_bytes: int
     """Measured bytes."""
-    # States that its lexer may make.
     max_states: int
     """Number of states that its lexer may make."""
-    # Whose request it was compiled for last: it counts as that tenant's.
     tenant: str
     """Tenant whose request it was compiled for last, and as whose it counts."""
-    # Requests under way that follow it.
     requests: set[str] = field(default_factory=set)
     """Requests under way that follow it."""
 
@@ -165,7 +161,7 @@ class Grammars:
         """Give all grammars back, as no request runs now. Returns whether there were any."""
         with self._lock:
             for each in self._compiled.values():
-                each.requests.clear()  # of a request whose opening was interrupted
+                each.requests.clear()  # left by a request whose opening was interrupted
             self._of_request.clear()
             evicted = self._evicted(0, 0)
         self._close(evicted)

@@ -126,7 +126,7 @@ def tokens_of(
 
 
 def _checked_id(value: Any, index: int) -> int:
-    if not is_whole(value, -(2**63)):  # whether the model has it is asked later
+    if not is_whole(value, -(2**63)):  # the model's vocabulary is checked later
         raise RequestError(
             f"element {index} of the prompt is {value!r}: token ids are whole numbers; "
             "a prompt is text, token ids, or the messages of a chat"

@@ -174,8 +174,6 @@ class EngineStats:
     measured_share: float | None = None
     """Share of the device's measurements that are finished, while its profile is provisional; None
     afterwards."""
-    # Compiled grammars that the device keeps, and their bytes, with those by which they may grow,
-    # by the tenant whose request used each last.
     num_grammars: int = 0
     """Number of compiled grammars that the device keeps."""
     grammar_bytes_by_tenant: dict[str, int] = field(default_factory=dict)

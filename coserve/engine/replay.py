@@ -130,7 +130,7 @@ def check_same_device(recorded: DeviceInfo, own: DeviceInfo) -> None:
                 f"the recording is of a device with {name} {getattr(recorded, name)}; this one has "
                 f"{getattr(own, name)}"
             )
-    # What the ranks of the recorded device have together in a page must fit into one: they may hold
+    # The pages of all recorded ranks together must fit into one page here: the ranks may hold
     # copies of heads.
     num_ranks = 1 if own.num_ranks == recorded.num_ranks else recorded.num_ranks
     needed_bytes = num_ranks * recorded.page_bytes

@@ -109,7 +109,7 @@ class Request:
         self._prefix_tenant = prefix_tenant
         self.prefix_owner = PrefixOwner("")
         self.note_model_changes(num_model_changes)
-        self.tokens = list(self.prompt)  # and the output after it
+        self.tokens = list(self.prompt)  # the output is appended
         self.num_output = 0
         self.sequence: PagedSequence | None = None
         self.started_s: float | None = None  # when a step began that had its first rows
@@ -118,7 +118,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
-        self.taken_before = Taken()  # before its first token
+        self.taken_before = Taken()  # time spent on other work before the first token
         self._taken_time = taken_time or TakenTime()
         self._taken_mark = self._taken_time.at(info.arrival_s)
         self._num_pages_sent = 0

@@ -210,7 +210,9 @@ class RequestLifecycle:
             num_tokens[request.info.tenant] = num_tokens.get(request.info.tenant, 0) + 1
             emit(chunk)
             if ends_here and chunk.finish_reason is None:
-                chunk = request.end("stop")  # by itself: the token before is part of the text
+                chunk = request.end(
+                    "stop"
+                )  # a chunk of its own: the token before is part of the text
                 emit(chunk)
             if (
                 request.num_output <= 1 or chunk.finish_reason is not None

@@ -90,8 +90,8 @@ class BlockImports:
         assert self._held | self._blocks.keys() <= waiting
 
 
-# Of those that wait, how many are looked up among the known prefixes anew for each view: the others
-# come later anyway.
+# Waiting requests that are looked up among the cached prefixes for each view; the others are
+# admitted later anyway.
 _NUM_LOOKED_UP = 16
 
 
@@ -114,8 +114,8 @@ class RequestQueue:
         self._members: dict[str, list[Request]] = {}
         self._num_batch = 0  # sequences of batch work
         self.num_by_tenant: Counter[str] = Counter()  # sequences of every tenant that has any
-        self._keys: dict[str, list[bytes]] = {}  # of the blocks of those that wait
-        self._progress: dict[str, RequestProgress] = {}  # of those that wait
+        self._keys: dict[str, list[bytes]] = {}  # keys of waiting requests' blocks
+        self._progress: dict[str, RequestProgress] = {}  # progress of waiting requests
 
     # -- questions ----------------------------------------------------------------
 

@@ -61,12 +61,14 @@ class AdapterVersions:
 
     def __init__(self) -> None:
         self._versions: dict[str, dict[int, AdapterVersion]] = {}
-        self._readers: dict[str, int] = {}  # by key; unused longest first
-        self.being_read: set[str] = set()  # keys
-        self.num_released = 0  # readers that are gone, so far
-        self.num_model_changes = (
-            0  # of the weights underneath: what was computed before is no prefix for what comes
-        )
+        # Number of readers by key; the version unused longest is first.
+        self._readers: dict[str, int] = {}
+        self.being_read: set[str] = set()
+        """Keys of versions that have readers."""
+        self.num_released = 0
+        """Number of readers that are gone, so far."""
+        self.num_model_changes = 0
+        """Number of changes of the weights: prefixes computed before are not valid after."""
         self._transient: set[str] = set()
         self._gone: list[str] = []
         self._serial = count()
@@ -274,7 +276,7 @@ class ServedAdapters:
         """
         self.versions = AdapterVersions()
         self._device, self._log, self._swap, self._most = device, log, swap, most
-        self._away: dict[str, AdapterVersion] = {}  # on the host, by key
+        self._away: dict[str, AdapterVersion] = {}  # versions on the host, by key
         self._tried_at: tuple[int, ...] = ()  # the state in which no more could go there
         # Two counts: that of loads begun beside steps, which no recording has, must not show in the
         # keys of the others.
@@ -300,7 +302,7 @@ class ServedAdapters:
 
     def begin_load(self, name: str, directory: str) -> "AdapterLoad":
         """Return a load whose `read` may be called by any thread, before `finish_load`."""
-        # Not by `new_key`: when a load begins leaves no trace in the keys of what comes after it.
+        # This is not `new_key`: the moment at which a load begins must not show in later keys.
         return AdapterLoad(
             self._device, self.versions, name, f"{name}@0#read-{next(self._num_reads)}", directory
         )

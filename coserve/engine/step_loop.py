@@ -92,7 +92,7 @@ class StepLoop:
         pages.on_move = self._move_pages
         log.on_lost = self._close_running
         self._max_step_rows = config.max_step_rows
-        self._num_model_changes = 0  # that requests which wait have been told of
+        self._num_model_changes = 0  # number that waiting requests have been updated to
 
     @property
     def policy(self) -> Policy:
@@ -119,7 +119,7 @@ class StepLoop:
         self._charges.note_begin(started_s)
         num_moved = self._pages.num_moved
         view, plan = self._plan(started_s)
-        if self._pages.num_moved != num_moved:  # which no prediction of a step knows of
+        if self._pages.num_moved != num_moved:  # predictions of steps do not include moves
             started_s = self._device.clock.now()
         self.last_plan, self.last_result = plan, None
         self._jobs.count_turn()

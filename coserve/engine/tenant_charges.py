@@ -31,7 +31,8 @@ class TenantCharges:
     def __init__(self, times: TenantTimes, requests: RequestQueue, jobs: JobSet) -> None:
         """Begin with nothing charged. times: counters that the charges are added to."""
         self._times, self._requests, self._jobs = times, requests, jobs
-        self._host: _HostWork | None = None  # after the last step, until the next one is planned
+        # Work after the last step; None once the next one is planned.
+        self._host: _HostWork | None = None
 
     def note_step(
         self, batch: StepBatch, result: StepResult, *, started_s: float, now_s: float

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What decoders write for bytes that are no character, or not one yet.
+# Character that decoders write for bytes that are no character, or not one yet.
 _REPLACEMENT = "\ufffd"
 # UTF-8 has at most four bytes in a character, and a token at least one.
 _MAX_UNFINISHED = 3
@@ -146,8 +146,8 @@ class TextStream:
             # become one.
             start = num_read = len(self._window) - _MAX_UNFINISHED
             unsettled = min(unsettled, len(self._decode(self._window[start:])))
-        # Not less than before: a decoder may take characters back while it waits for the next one's
-        # bytes.
+        # Never less than before: a decoder may take characters back while it waits for the bytes
+        # of the next one.
         settled = max(self._num_settled, len(text) - unsettled)
         piece = text[self._num_settled : settled]
         self._num_settled = settled

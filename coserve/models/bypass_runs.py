@@ -102,9 +102,8 @@ class BypassRuns:
         self._alone = (
             {site for site in self._groups if self._instead(site)} if has_one else set[str]()
         )
-        self._ran_alone = set[
-            str
-        ]()  # of these, the nodes that ran with the adapter's weights alone
+        # Nodes among these that have run with the adapter's weights alone.
+        self._ran_alone = set[str]()
         self.graph, self.weights, self._given = graph, weights, list[str]()
         if operators:
             self._fuse(groups, operators, read)

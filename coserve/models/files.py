@@ -15,8 +15,8 @@ from coserve.models.quantised import quantisation_of
 _INDEX = "model.safetensors.index.json"
 # An index of a hundred thousand tensors has some ten megabytes.
 _MAX_JSON_BYTES = 64 << 20
-# What classes that generate text end with, the usual one first: `architectures` in config.json
-# names the class that was saved.
+# Ends of the names of classes that generate text, the usual one first: `architectures` in
+# config.json names the class that was saved.
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -69,7 +69,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _require_generation(path: Path, architectures: Any) -> None:
-    if not architectures:  # not every file says it
+    if not architectures:  # not every file has the field
         return
     names = (
         [str(name) for name in architectures]

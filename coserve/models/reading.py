@@ -106,8 +106,8 @@ class _Loading:
             for name, stored in self._architecture.stored.items()
             for index, tensor in enumerate(stored.names)
         }
-        # Of weights of which some tensors are still to come: what is made of them, which pieces of
-        # each tensor go where, and how many tensors are missing.
+        # Unfinished weights, with the pieces of each of their tensors and the number of tensors
+        # that are still to come.
         self._partial: dict[str, tuple[Tensor, Sequence[Pieces], int]] = {}
 
     def take(self, tensor_name: str, read: Read) -> None:

@@ -12,8 +12,8 @@ from coserve.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Those whose frequencies do not depend on the length of the sequence at hand, so that a cached key
-# stays right; of LongRoPE's two sets one is chosen.
+# Scalings whose frequencies do not depend on the length of the sequence at hand, so that a cached
+# key stays valid; of LongRoPE's two sets one is chosen.
 _SCALED = ("linear", "llama3", "longrope", "yarn")
 
 

@@ -21,7 +21,7 @@ from coserve.models.weights import name_in_model, quantisation_of_model, stored_
 # Beside the weights: configuration, tokenizer, chat template.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _INDEX = "model.safetensors.index.json"
-# How safetensors says why a file cannot be written.
+# Form in which safetensors gives the reason why a file cannot be written.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 

@@ -21,7 +21,7 @@ from coserve.kernels.groups.base import Ranks
 from coserve.models.regions import Blocks
 
 _PENDING = ".written-by-ranks"
-# In the order in which safetensors has tensors in a file: the widest types first.
+# Types in the order of tensors in a safetensors file: the widest first.
 _TYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -119,7 +119,7 @@ def named_when_written(directory: Path) -> Iterator[None]:
         _remove_pending(directory)
         raise
     found = _pending_in(directory)
-    # What says that there is an adapter or a model comes last.
+    # The file that marks a directory as an adapter or a model comes last.
     for path in sorted(found, key=lambda path: (path.name.endswith(f".json{_PENDING}"), path.name)):
         path.replace(path.with_name(path.name.removesuffix(_PENDING)))
     if found:

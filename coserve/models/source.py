@@ -80,7 +80,7 @@ def find_here(name: str) -> str:
 
     try:
         return snapshot_download(name, local_files_only=True)
-    except Exception as error:  # as in `_fetch`
+    except Exception as error:  # many kinds, as in `_fetch`
         raise UnknownModelError(
             f"{shown(name)} is not a model on this machine, and it is not fetched for this"
         ) from error

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coserve.kernels.cuts import Cut
 
-# What of a tensor is meant: a number or a slice for each of its first dimensions; () is all of it.
+# Part of a tensor: a number or a slice for each of its first dimensions; () is all of it.
 Index: TypeAlias = tuple[int | slice, ...]
 
 _ALL: int | slice = slice(None)
@@ -72,7 +72,7 @@ class TensorPlace:
         return found
 
 
-# What is needed of a tensor, piece by piece, and where each lies in what is made of them.
+# Pieces of a tensor that are needed, and the place of each in the result.
 Pieces: TypeAlias = Sequence[tuple[Index, TensorPlace]]
 WHOLE_TENSOR: Pieces = (((), TensorPlace()),)
 

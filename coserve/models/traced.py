@@ -300,7 +300,7 @@ def _trace_block(
             if name in stores:
                 trace.store((layer, name), found[name], stores[name])
 
-    if not what.has_windows:  # which keep what is between operators
+    if not what.has_windows:  # windows save activations between operators
         read = {name for run in runs.values() for name in (run.source, *run.outputs)}
         graph = fuse(graph, trace.backend.fused, read | stores.keys())
     attention = AttentionRows(rows=slice(None), batch=trace.attention, keys=keys, values=key_values)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _TEXT = "model.language_model."
-# Of the whole model, where both have them.
+# Fields that are taken from the whole model's configuration where both have them.
 _WHOLE = ("model_type", "tie_word_embeddings", "quantization_config", "dtype", "eos_token_id")
 
 

@@ -34,10 +34,9 @@ from coserve.models.quantised.base import Quantisation
 from coserve.models.shares import WeightShares
 from coserve.models.stored import WHOLE_TENSOR, Pieces
 
-# What the nodes of a part read, by name: the weights of linear layers, and tensors (embeddings,
-# norms, biases).
+# Weights by part and name: those of linear layers, and tensors (embeddings, norms, biases).
 Weights = dict[Part, dict[str, Tensor | Weight]]
-_FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors writes them
+_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of float types
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,7 +247,7 @@ def joined_weights(
     piece of memory; takes them from `loaded`.
     """
     weights = by_part(local.architecture, loaded, storage)
-    loaded.clear()  # so that each goes as soon as its copy is there
+    loaded.clear()  # each is freed as soon as its copy is there
     return join_runs(weights, local.graphs)
 
 

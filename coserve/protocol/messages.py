@@ -192,7 +192,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """
 
 
-# What no client waits for is reported this often.
+# Seconds between reports of everything that no client waits for.
 STATS_S = 0.2
 
 

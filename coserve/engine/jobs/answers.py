@@ -62,7 +62,7 @@ class Answers:
         self._device = device
         self._decode = decode
         self._rounds: dict[str, _Round] = {}
-        self._asked: dict[str, tuple[Job, int]] = {}  # by the name of the request
+        self._asked: dict[str, tuple[Job, int]] = {}  # job and question by request
 
     def begin(self, job: Job) -> None:
         """Ask a job's questions, unless that is under way.

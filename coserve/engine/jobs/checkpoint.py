@@ -37,7 +37,7 @@ from coserve.tuning.early_stopping import BestEvaluation
 
 POSITION_FILE = "job.json"
 _MAX_POSITION_BYTES = 1 << 16
-# What only the job itself needs, to resume.
+# Files that only the job itself needs, to resume.
 JOB_FILES = (POSITION_FILE, OPTIMIZER_FILE)
 
 

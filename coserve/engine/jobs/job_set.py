@@ -31,7 +31,7 @@ class ServedRows:
     """
 
     def __init__(self) -> None:
-        # Of jobs that run: rows that count as theirs beside those that they have run.
+        # Rows that count as served to running jobs beside those that they have run.
         self._lifts: dict[str, float] = {}
         self._working: frozenset[str] = frozenset()
 
@@ -221,7 +221,7 @@ class JobSet(Mapping[str, Job]):
         # Tokens of a resumed job were trained by another engine.
         self._num_tokens_forgotten -= job.num_tokens_trained
         self._jobs[job.id] = job
-        self.lifecycle.note_change(job)  # to what it resumes from
+        self.lifecycle.note_change(job)  # its values are those that it resumes from
         self._counters.arrive(job.tenant, job.queue_item)
         self.lifecycle.serve_again(job)
         self._memory.place_moments(job)
@@ -284,7 +284,7 @@ class JobSet(Mapping[str, Job]):
             if progress.is_terminal:
                 self.lifecycle.follow_end(job)
                 continue
-            # Of most jobs in most steps nothing is due.
+            # For most jobs nothing is due in most steps.
             if progress.optimizer_away or progress.exchange is not None or not progress.packs:
                 if progress.status == "running":
                     self._place_moments(job)

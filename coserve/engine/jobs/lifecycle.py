@@ -211,7 +211,7 @@ class JobLifecycle:
         early.
         """
         if job.stops_early and job.num_steps_done < job.order.num_steps:
-            self._publish(job)  # what serves now is what the job has made
+            self._publish(job)  # the served version is the job's result
             if not job.is_terminal:
                 self.end(job, "succeeded")
         elif not job.start_step():
@@ -397,7 +397,7 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, 
     `StepSeconds`).
     """
     shares: dict[str, dict[str, float]] = {}
-    # What ran beside the forward pass counts as what most of it is.
+    # Time beside the forward pass counts as the kind of work that most of it is.
     loss_s, backward_s = (0.0, result.beside_s) if batch.tasklets else (result.beside_s, 0.0)
     if batch.windows:
         num_others = sum([len(rows.tokens) for rows in batch.requests])

@@ -20,7 +20,7 @@ class Qwen35MoeText(GatedDeltaDecoder, Qwen3Moe):
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__(config)
-        self.all_scores = False  # of this family, transformers does not read norm_topk_prob
+        self.all_scores = False  # transformers does not read norm_topk_prob of this family
 
     def feed_forward(self, b: GraphBuilder, x: str, layer: int) -> str:
         """Add the experts, which all blocks have: of this family, transformers does not read which

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BITS = 4
-# Where columns 0 to 7 lie in their word.
+# Places of columns 0 to 7 in their word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

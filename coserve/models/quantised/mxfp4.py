@@ -35,7 +35,7 @@ class Mxfp4(Quantisation):
 
     def shape(self, parts: Mapping[str, Shape]) -> Shape:
         experts, out, groups, num_bytes = parts["_blocks"]
-        return experts, groups * num_bytes * 2, out  # as transformers has it otherwise
+        return experts, groups * num_bytes * 2, out  # transformers' own layout without quantisation
 
     def dequantised(self, parts: "Mapping[str, Tensor]", shape: Shape) -> "Tensor":
         import torch
