@@ -100,13 +100,15 @@ class EngineCore:
         self.pool, self.cache = self.pages.pool, self.pages.cache
         self.swap = HostSwap(self.cache, info, latency, send)
         self.requests = RequestQueue(self.cache, self.swap, self.counters, send)
-        self.adapters = ServedAdapters(device, self.log, self.swap, most=config.max_adapters)
+        self.adapters = ServedAdapters(
+            device, self.log, self.swap, max_versions=config.max_adapters
+        )
         self.versions = self.adapters.versions
         """Adapters that requests can name."""
         self.end_tokens = frozenset(token for token in end_tokens if 0 <= token < info.vocab_size)
         """Ids that end every request, of those that the model has."""
         self.grammars = Grammars(device, self.end_tokens, find_pieces)
-        self._serving = RequestLifecycle(
+        self._request_lifecycle = RequestLifecycle(
             device,
             self.requests,
             self.versions,
@@ -120,12 +122,12 @@ class EngineCore:
             emit=self._emit,
             send=send,
         )
-        self.records = self._serving.records
+        self.records = self._request_lifecycle.records
         """Records of recent requests, the last one last; a reader may clear them."""
         self._opener = JobOpener(
             device, self.pages, self.adapters, self.log, config.trainable_models
         )
-        self._answers = Answers(self.adapters, self._serving, device, decode=decode)
+        self._answers = Answers(self.adapters, self._request_lifecycle, device, decode=decode)
         self.jobs = JobSet(
             device,
             self.pages,
@@ -147,7 +149,7 @@ class EngineCore:
             pages=self.pages,
             swap=self.swap,
             requests=self.requests,
-            serving=self._serving,
+            request_lifecycle=self._request_lifecycle,
             adapters=self.adapters,
             jobs=self.jobs,
             counters=self.counters,
@@ -243,7 +245,7 @@ class EngineCore:
             + requests.num_batch_pages(),
             slack=max(0.0, 1 - loop.last_slo_use.time),
             margin=self.latency.corrections.margin,
-            num_slos_clamped=self._serving.num_slos_clamped,
+            num_slos_clamped=self._request_lifecycle.num_slos_clamped,
             slo=self._default_slo.value,
             joined_jobs=jobs.joined,
             num_swapped_out=swap.num_swapped_out,
@@ -307,7 +309,7 @@ class EngineCore:
         """Return whether a request that was to end was there."""
         match command:
             case commands.AddRequest():
-                self._serving.add(
+                self._request_lifecycle.add(
                     command.id,
                     command.prompt,
                     command.params,
@@ -320,11 +322,13 @@ class EngineCore:
                     without_jobs=command.without_jobs,
                 )
             case commands.CancelRequest():
-                was_there = self._serving.cancel(command.id)
+                was_there = self._request_lifecycle.cancel(command.id)
                 self.loop.drop_unread_versions()
                 return was_there
             case commands.StopSequence():
-                was_there = self._serving.stop(command.id, command.index, command.num_tokens)
+                was_there = self._request_lifecycle.stop(
+                    command.id, command.index, command.num_tokens
+                )
                 self.loop.drop_unread_versions()
                 return was_there
             case commands.HoldRequest():

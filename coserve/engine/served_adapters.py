@@ -270,12 +270,15 @@ class AdapterLoad:
 class ServedAdapters:
     """Adapter versions on one device, and on its host."""
 
-    def __init__(self, device: Device, log: CommandLog, swap: HostSwap, *, most: int) -> None:
-        """most: how many of those that lie on disk stay on the device, and how many versions of any
-        kind if some can go to the host instead.
+    def __init__(
+        self, device: Device, log: CommandLog, swap: HostSwap, *, max_versions: int
+    ) -> None:
+        """Begin without adapters. max_versions: maximum number of loaded adapters on the device
+        that can be loaded from disk again; with host memory, of versions of any kind.
         """
         self.versions = AdapterVersions()
-        self._device, self._log, self._swap, self._most = device, log, swap, most
+        self._device, self._log, self._swap = device, log, swap
+        self._max_versions = max_versions
         self._away: dict[str, AdapterVersion] = {}  # versions on the host, by key
         self._tried_at: tuple[int, ...] = ()  # the state in which no more could go there
         # Two counts: that of loads begun beside steps, which no recording has, must not show in the
@@ -357,7 +360,7 @@ class ServedAdapters:
         self.make_room()
         if self._num_excess > 0:
             held = [each for each in self._on_disk if self._is_on_device(each)]
-            for each in held[: len(held) - self._most]:
+            for each in held[: len(held) - self._max_versions]:
                 self.unload(each)
 
     def _is_on_device(self, name: str) -> bool:
@@ -389,7 +392,7 @@ class ServedAdapters:
     @property
     def _num_excess(self) -> int:
         """Return by how many versions the device has too many."""
-        return self.versions.num_versions - len(self._away) - self._most
+        return self.versions.num_versions - len(self._away) - self._max_versions
 
     @property
     def on_host(self) -> list[HostOwner]:

@@ -68,7 +68,7 @@ class StepLoop:
         pages: PageManager,
         swap: HostSwap,
         requests: RequestQueue,
-        serving: RequestLifecycle,
+        request_lifecycle: RequestLifecycle,
         adapters: ServedAdapters,
         jobs: JobSet,
         counters: TokenCounters,
@@ -77,7 +77,7 @@ class StepLoop:
         """Begin without a step."""
         self._device, self._latency, self._config = device, latency, config
         self._log, self._pages, self._swap = log, pages, swap
-        self._requests, self._serving = requests, serving
+        self._requests, self._request_lifecycle = requests, request_lifecycle
         self._adapters, self._jobs, self._counters = adapters, jobs, counters
         self.times = TenantTimes(config.tenant_weights)
         self._charges = TenantCharges(self.times, requests, jobs)
@@ -207,7 +207,7 @@ class StepLoop:
             try:
                 self._adapters.bring_back(key)
             except DeviceMemoryError as error:
-                self._serving.fail_readers(
+                self._request_lifecycle.fail_readers(
                     key, f"the device has no memory for its adapter: {error}"
                 )
 
@@ -290,7 +290,8 @@ class StepLoop:
             batch = ()
             waiting += batch_waiting
             batch_waiting = ()
-        self.last_slo_use, slo = self._serving.headroom.use(now_s), self._default_slo.value
+        self.last_slo_use = self._request_lifecycle.headroom.use(now_s)
+        slo = self._default_slo.value
         return View(
             now_s,
             requests,
@@ -339,11 +340,11 @@ class StepLoop:
             self._latency, plan, result, parameters, models, step_s=now_s - started_s
         )
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
-        self._serving.taken_time.add(taken, started_s=started_s, ended_s=now_s)
-        self._serving.headroom.add_step(plan, taken, started_s=started_s, ended_s=now_s)
+        self._request_lifecycle.taken_time.add(taken, started_s=started_s, ended_s=now_s)
+        self._request_lifecycle.headroom.add_step(plan, taken, started_s=started_s, ended_s=now_s)
         self._charges.note_step(batch, result, started_s=started_s, now_s=now_s)
         if batch.requests:
-            self._serving.apply(batch, result, started_s=started_s, now_s=now_s)
+            self._request_lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
         self._note_model_changes()
         self._calibration.follow_steps(self.num_steps)
@@ -387,4 +388,4 @@ class StepLoop:
         if num_rows > 1:
             self._max_step_rows = num_rows // 2
             return
-        self._serving.fail(batch, f"the device ran out of memory: {reason}")
+        self._request_lifecycle.fail(batch, f"the device ran out of memory: {reason}")

@@ -49,7 +49,7 @@ class Answers:
     def __init__(
         self,
         adapters: ServedAdapters,
-        serving: RequestLifecycle,
+        request_lifecycle: RequestLifecycle,
         device: Device,
         *,
         decode: Decode | None,
@@ -58,7 +58,7 @@ class Answers:
         judged, as in a replay.
         """
         self._adapters = adapters
-        self._serving = serving
+        self._request_lifecycle = request_lifecycle
         self._device = device
         self._decode = decode
         self._rounds: dict[str, _Round] = {}
@@ -113,7 +113,7 @@ class Answers:
         """Cancel a job's questions, if any are asked."""
         if job.id in self._rounds:
             for index in sorted(self._rounds[job.id].left):
-                self._serving.cancel(f"{job.id}@answers/{index}")
+                self._request_lifecycle.cancel(f"{job.id}@answers/{index}")
             self._end(job)
 
     def take(self, chunk: Chunk) -> bool:
@@ -132,7 +132,7 @@ class Answers:
         self, name: str, prompt: Sequence[int], params: SamplingParams, adapter: str, tenant: str
     ) -> None:
         now_s = self._device.clock.now()
-        self._serving.add(
+        self._request_lifecycle.add(
             name,
             prompt,
             params,
@@ -159,11 +159,11 @@ class Answers:
     def _text(self, tokens: Sequence[int]) -> str:
         """Return the text up to the first token that ends a text, which may not be special."""
         assert self._decode is not None
-        end = next(
-            (place for place, token in enumerate(tokens) if token in self._serving.end_tokens),
-            len(tokens),
-        )
-        return self._decode(tokens[:end])
+        end_tokens = self._request_lifecycle.end_tokens
+        for place, token in enumerate(tokens):
+            if token in end_tokens:
+                return self._decode(tokens[:place])
+        return self._decode(tokens)
 
     def _end(self, job: Job) -> None:
         own = self._rounds[job.id].own
