@@ -85,11 +85,7 @@ class BypassRuns:
         for group in groups:
             for site in group.sites(part):
                 self._groups.setdefault(site, []).append(group)
-        has_one = (
-            len(groups) == 1
-            and groups[0].has_one_adapter_of(num_rows)
-            and context.block_rows is None
-        )
+        has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows)
         operators = (
             frozenset(context.backend.fused) if context.block_rows is None else frozenset[str]()
         )

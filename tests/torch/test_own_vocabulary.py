@@ -68,6 +68,18 @@ def test_rows_of_all_vocabularies_share_a_batch():
         assert torch.isneginf(mixed[:, alone.shape[1] :]).all()
 
 
+def test_results_that_depend_on_no_company_have_all_tokens_of_the_adapter():
+    """Rows in blocks have the logits of rows as they come."""
+    _, directory = made()
+    tokens, found = torch.tensor([3, VOCAB + 1, 5]), []
+    for backbone in (make_backbone("llama"), make_backbone("llama").deterministic()):
+        bypasses = load_adapter(backbone, directory).bypasses()
+        hidden = forward(backbone, [CachedSequence(backbone, 3, bypasses).extend(tokens)])
+        found.append(logits(backbone, hidden, [(3, bypasses)]))
+    assert found[0].shape == (3, RESIZED)
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
 def engine_with(directory: Path, family: str = "llama"):
     engine = make_engine(family)
     engine.load_adapter("wide", str(directory))
