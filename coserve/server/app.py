@@ -59,7 +59,7 @@ def create_app(context: ServerContext) -> FastAPI:
     )
     app.add_middleware(CrossSiteMiddleware, keys=context.keys, cors_origins=config.cors_origins)
     app.add_middleware(AddressMiddleware, hosts=hosts_of(config.allowed_hosts, config.host))
-    if config.cors_origins:  # browsers ask without a key whether they may ask with one
+    if config.cors_origins:  # browsers send preflight requests without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
@@ -115,7 +115,7 @@ async def _answer_validation_error(request: Request, error: Exception) -> Respon
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, ApiError):  # FastAPI's, of what `bodies.reader` raised
+    if isinstance(error.__cause__, ApiError):  # from `bodies.reader`, wrapped by FastAPI
         return _answered(request, error.__cause__)
     messages = {
         404: f"Invalid URL ({request.method} {request.url.path})",

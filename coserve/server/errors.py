@@ -94,7 +94,7 @@ def as_api_error(error: CoserveError) -> ApiError:
             code="disk_full",
             headers={"x-should-retry": "false"},
         )
-    if isinstance(error, StoreError):  # where it is, is its operator's business
+    if isinstance(error, StoreError):  # the message does not reveal where it is
         _log.warning("503 to a client: %s", error)
         message = (
             "The database of files, jobs and answers cannot be reached: try again in a few seconds."

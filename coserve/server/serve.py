@@ -339,7 +339,7 @@ async def _drain(context: ServerContext, signalled: "_Signals") -> None:
         and asyncio.get_running_loop().time() < until_s
         and not signalled.second.is_set()
     ):
-        if context.link.is_silent:  # then nothing of them will come
+        if context.link.is_silent:  # the engine will send no more chunks
             break
         await asyncio.sleep(_POLL_S)
     context.link.fail_open_requests("the server is shutting down")

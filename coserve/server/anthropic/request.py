@@ -78,7 +78,7 @@ def _chat_body(body: CountBody) -> ChatBody:
         same |= {
             "continue_final_message": True,
             "add_generation_prompt": False,
-        }  # the answer has begun with it
+        }  # it is the beginning of the answer
     choice = body.tool_choice
     is_parallel = getattr(body, "parallel_tool_calls", None) is not False
     if choice is not None and choice.disable_parallel_tool_use is not None:

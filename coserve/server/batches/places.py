@@ -32,7 +32,7 @@ class BatchPlaces:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # given just now
+            if place.done() and not place.cancelled():  # it was given a place just now
                 self.release(tenant)
             raise
 

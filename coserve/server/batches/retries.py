@@ -47,7 +47,7 @@ async def _to_its_end(do: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.shield(thread)
     except asyncio.CancelledError:
         while not thread.done():
-            with suppress(asyncio.CancelledError):  # again
+            with suppress(asyncio.CancelledError):  # of further cancellations
                 await asyncio.wait([thread])
         if not thread.cancelled() and (error := thread.exception()) is not None:
             _log.warning("a batch was stopped, and this failed meanwhile: %s", error)

@@ -99,10 +99,10 @@ class BatchRunner:
         """Cancel a batch, and return its current state; results so far are kept."""
         if self._resuming is not None:
             await asyncio.wait([self._resuming])
-        async with self._cancelling:  # another one may ask for it at the same time
+        async with self._cancelling:  # concurrent calls cancel once
             batch = self._live.get(record.id)
             if batch is not None and batch.status in ("validating", "in_progress"):
-                if (task := self._tasks.pop(record.id, None)) is not None:  # None: it broke off
+                if (task := self._tasks.pop(record.id, None)) is not None:  # None: it has failed
                     task.cancel()
                     await asyncio.wait([task])
                 await self._change(record.id, "cancelling")
@@ -166,7 +166,7 @@ class BatchRunner:
     # -- one batch ------------------------------------------------------------------
 
     def _ended(self, id: str, task: "asyncio.Task[None]") -> None:
-        if self._tasks.get(id) is not task:  # another one has taken its place
+        if self._tasks.get(id) is not task:  # another task has replaced it
             return
         del self._tasks[id]
         if task.cancelled():
@@ -180,7 +180,7 @@ class BatchRunner:
             self._lines.turns.forget(id)
 
     async def _run(self, id: str) -> None:
-        if self._resuming is not None:  # what it leaves under way now is not of the last process
+        if self._resuming is not None:  # it must not see lines of this process
             await asyncio.wait([self._resuming])
         if id not in self._results:
             self._results[id] = await until_done(BatchResults, self._directory / id)
@@ -284,7 +284,7 @@ class BatchRunner:
             values: Further fields of the record.
         """
         for name, field in ((OUTPUT, "output_file"), (ERRORS, "error_file")):
-            if getattr(self._live[id], field) is not None:  # a process that is gone has made it
+            if getattr(self._live[id], field) is not None:  # an earlier process has made it
                 continue
             file = await until_done(self._keep, self._live[id], results, name, field)
             if file is not None:

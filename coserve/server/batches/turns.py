@@ -85,6 +85,6 @@ class BatchTurns:
         self._is_trial, self._group_size = bool(group), len(group)
         for line in group or list(self._waiting):
             admitted = self._waiting.pop(line)
-            if not admitted.done():  # or its task has been cancelled, and leaves
+            if not admitted.done():  # else its task was cancelled
                 self._under_way[line] = None
                 admitted.set_result(self._is_trial)

@@ -152,7 +152,7 @@ def _translate(
         elif name == "stream_options" and isinstance(own, dict):
             fields[name] = {**meant, **own}
         elif own not in (None, meant):
-            ignored.append(row.name)  # the body says it by its own name as well
+            ignored.append(row.name)  # the body has it by its own name as well
         else:
             fields[name] = meant
     return ignored

@@ -93,7 +93,7 @@ def read_body(kind: type[B], body: bytes, fields: FieldPolicy | None = None) -> 
         raise no_json(f"it is not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise no_json(str(error)[:_MAX_REASON]) from None
-    except ValueError:  # `int`, whose own words are for programmers
+    except ValueError:  # raised by `int`
         raise no_json(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
     return body_of(kind, value, fields)
 

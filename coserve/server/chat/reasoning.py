@@ -38,7 +38,7 @@ class ThinkReader:
     def __init__(self, *, inside: bool = False) -> None:
         self._rest = ""
         self._inside = inside
-        self._outside = False  # nothing but content comes any more
+        self._outside = False  # only content follows
         self._is_fresh = True  # nothing of the reasoning, or of the content after it, was passed on
 
     @property

@@ -49,7 +49,7 @@ class ChatWriter:
                 stops[chunk.index] = chunk.stop_reason
         choices = []
         for index, choice in enumerate(self._choices):
-            await asyncio.sleep(0)  # others have their turn: many log-probabilities take long
+            await asyncio.sleep(0)  # lets others run: many log-probabilities take long
             choices.append(
                 {
                     "index": index,

@@ -73,7 +73,7 @@ def _num_virtual(start: AdapterRef) -> int:
         return (
             0 if start.directory is None else read_config(Path(start.directory)).num_virtual_tokens
         )
-    except AdapterError:  # the job fails of it, and says so
+    except AdapterError:  # the job will fail with this error
         return 0
 
 

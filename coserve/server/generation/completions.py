@@ -338,7 +338,7 @@ class _Logprobs:
             return place
         if (
             piece.raw and not 0x80 <= piece.raw[0] < 0xC0
-        ):  # a new character: what is unfinished stays so
+        ):  # a new character: an unfinished one before it stays so
             self._offset += len(self._decoder.decode(b"", final=True))
         place = self._offset
         self._offset += len(self._decoder.decode(bytes(piece.raw)))

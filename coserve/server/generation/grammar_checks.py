@@ -109,7 +109,7 @@ class GrammarChecks:
     async def _try(self, grammar: Grammar, checker: GrammarChecker, tenant: str) -> None:
         try:
             async with self._turns.turn(tenant):
-                if grammar in self._outcomes:  # another tenant's was the same
+                if grammar in self._outcomes:  # another tenant had the same one
                     return
                 measuring = asyncio.get_running_loop().run_in_executor(
                     self._threads, checker.measure, grammar

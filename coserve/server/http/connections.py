@@ -80,7 +80,7 @@ def most_connections(wanted: int) -> int:
     It raises the limit on open files as far as the system allows.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS grants fewer than it says
+    with suppress(ValueError, OSError):  # macOS grants fewer than its limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -197,7 +197,7 @@ class HttpProtocol(H11Protocol):
 
         return answer
 
-    # -- what others ask ----------------------------------------------------------------
+    # -- state and commands -------------------------------------------------------------
 
     @property
     def awaits_client(self) -> bool:
@@ -235,7 +235,7 @@ class HttpProtocol(H11Protocol):
     def _awaits_headers(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    # -- what the transport says ----------------------------------------------------------
+    # -- events of the transport ---------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_GentleTransport(transport, self))  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ class HttpProtocol(H11Protocol):
         super().resume_writing()
         self._cancel("write")
 
-    # -- what uvicorn does ------------------------------------------------------------------
+    # -- events of uvicorn ----------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         self._num_unwanted_bytes = 0

@@ -81,7 +81,7 @@ def is_own_origin(origin: str, host: str) -> bool:
         return page.hostname is not None and _address(
             page.hostname, page.port, page.scheme
         ) == _address(target.hostname or "", target.port, page.scheme)
-    except ValueError:  # a port or an address that is none
+    except ValueError:  # an invalid port or address
         return False
 
 

@@ -32,7 +32,7 @@ class Metrics:
         """
         self._ledger = ledger
         self._last_s: dict[tuple[str, int], float] = {}  # when each sequence had its last token
-        self._num_tuned = 0  # by the engine that lives now
+        self._num_tuned = 0  # by the current engine
         self.registry = registry = CollectorRegistry()
 
         def histogram(
@@ -210,7 +210,7 @@ class Metrics:
             return generate_latest(_of_tenant(self.registry, tenant))
         return generate_latest(self.registry) + generate_latest(self._by_vllms_names)
 
-    # -- what the engine says ---------------------------------------------------------
+    # -- reports of the engine (EngineListener) ------------------------------------------
 
     def engine_ready(self, ready: Ready) -> None:
         self._ready.set(1)
@@ -295,7 +295,7 @@ class Metrics:
         self._moved.set(stats.num_pages_moved)
         self._host_pages.set(stats.num_host_pages_used)
         self._give_back.set(stats.give_back_s)
-        self._grammars.clear()  # of tenants that have none now
+        self._grammars.clear()  # drops tenants that have none now
         for tenant, num_bytes in stats.grammar_bytes_by_tenant.items():
             self._grammars.labels(tenant).set(num_bytes)
         if stats.handover is not None:
@@ -313,11 +313,11 @@ class Metrics:
             self._rank_wait.labels(str(rank)).set(state.waited_s)
         self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
         self._num_tuned = stats.num_tokens_trained
-        self._company.clear()  # of jobs that have none now
+        self._company.clear()  # drops jobs that have none now
         for group in stats.joined_jobs:
             for job in group:
                 self._company.labels(job, group[0]).set(len(group) - 1)
-        self._pages.clear()  # of owners that have none now
+        self._pages.clear()  # drops owners that have none now
         for owner, number in {**stats.num_pages_by_owner, "free": stats.num_pages_free}.items():
             self._pages.labels(owner).set(number)
 

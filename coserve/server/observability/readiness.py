@@ -54,9 +54,7 @@ class Readiness:
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             arrival_s=time.monotonic(),
         )
-        with suppress(
-            CoserveError
-        ):  # an engine that is gone has not made it, which is all there is to know
+        with suppress(CoserveError):  # an engine that is gone has made no step
             stream = self._link.open([request])
             try:
                 async for _ in stream.batches():

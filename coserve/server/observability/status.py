@@ -72,11 +72,11 @@ class StatusBoard:
         self._stats: EngineStats | None = None
         self._num_generated = 0
         self._num_tuned = 0
-        self._num_tuned_before = 0  # by engines that are gone
+        self._num_tuned_before = 0  # by earlier engines
         self._history = TokenHistory()
-        self._counted = (0, 0)  # generated and tuned tokens that the history has
+        self._counted = (0, 0)  # generated and tuned tokens in the history
 
-    # -- what the engine says ---------------------------------------------------------
+    # -- reports of the engine (EngineListener) ------------------------------------------
 
     def engine_ready(self, ready: Ready) -> None:
         pass
@@ -118,7 +118,7 @@ class StatusBoard:
         self._serial += 1
         return self._serial
 
-    # -- what is asked ------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------
 
     def status(
         self,

@@ -153,7 +153,7 @@ class Tracing:
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
-    # -- what the engine says ---------------------------------------------------------
+    # -- reports of the engine (EngineListener) ------------------------------------------
 
     def engine_ready(self, ready: Ready) -> None:
         pass

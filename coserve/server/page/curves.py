@@ -56,17 +56,22 @@ class Tick:
 
     text: str
     """The number as text."""
-    top: float  # in the box, from its upper edge
+    top: float
+    """Its position in the box, from the upper edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """A named series of values."""
 
-    name: str  # as the legend and the values under the pointer call it
-    style: str  # a class of the style sheet
-    points: str  # for the attribute `points` of a polyline; "" if only dots are drawn
-    dots: tuple[tuple[float, float], ...] = ()  # places of single values in the box
+    name: str
+    """Name in the legend and of the values under the pointer."""
+    style: str
+    """Class of the style sheet."""
+    points: str
+    """Attribute `points` of a polyline; "" if only dots are drawn."""
+    dots: tuple[tuple[float, float], ...] = ()
+    """Positions of single values in the box."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +82,14 @@ class Chart:
     """The lines."""
     ticks: tuple[Tick, ...]
     """Numbers on the vertical axis."""
-    first: str  # left end of the horizontal axis
-    last: str  # right end
-    words: str  # what it shows, for those who cannot see it
-    data: str  # JSON of the values, for `chart.js`: see `_data`
+    first: str
+    """Label of the left end of the horizontal axis."""
+    last: str
+    """Label of the right end of the horizontal axis."""
+    words: str
+    """Description of the chart for screen readers."""
+    data: str
+    """JSON of the values, for `chart.js`; see `_data`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +102,8 @@ class LossCurve:
     """First training loss."""
     last: float
     """Last training loss."""
-    last_valid: float | None  # of validation
+    last_valid: float | None
+    """Last validation loss."""
 
 
 def place(point: tuple[float, float], x: Range, y: Range) -> tuple[float, float]:

@@ -21,20 +21,30 @@ class JobView:
 
     job: JobRecord
     """The job."""
-    file: str  # name of its training file
-    validation_file: str  # name of its validation file; "" without one
-    method: str  # the objective, as OpenAI's API names methods
-    state: str  # its status in words
-    progress: float  # share of its steps that are done
-    left: str  # time until it is done, in words; "" if not known
+    file: str
+    """Name of its training file."""
+    validation_file: str
+    """Name of its validation file; "" without one."""
+    method: str
+    """Its method, as OpenAI's API names methods."""
+    state: str
+    """Its status in words."""
+    progress: float
+    """Share of its steps that are done."""
+    left: str
+    """Time until it is done, in words; "" if unknown."""
     tokens_per_s: float | None
     """Training speed; None if it is not running."""
     curve: LossCurve | None
     """Its losses; None before the first step."""
-    more_curves: tuple[Chart, ...]  # learning rate and norm of the gradient
-    checkpoint: str  # name of the newest checkpoint; "" before there is one
-    talk: str  # name to chat with it by, as it is now; "" before there is one
-    actions: tuple[str, ...]  # of OpenAI's routes
+    more_curves: tuple[Chart, ...]
+    """Learning rate and gradient norm."""
+    checkpoint: str
+    """Name of the newest checkpoint; "" before there is one."""
+    talk: str
+    """Name of the model to chat with now; "" before there is one."""
+    actions: tuple[str, ...]
+    """Actions of OpenAI's API that are possible."""
 
     @property
     def title(self) -> str:

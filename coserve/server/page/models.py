@@ -18,13 +18,18 @@ class ModelView:
 
     name: str
     """Its name."""
-    job: str  # id of the job
+    job: str
+    """Id of the job."""
     base: str
     """Name of the base model."""
-    created_at: int  # seconds of Unix time
-    num_bytes: int  # of its files, without those that only its job needs
-    is_served: bool  # whether this server answers with it
-    is_whole: bool  # made by full fine-tuning: not an adapter
+    created_at: int
+    """Unix time of its creation."""
+    num_bytes: int
+    """Size of its files, without those that only its job needs."""
+    is_served: bool
+    """Whether this server answers with it."""
+    is_whole: bool
+    """Whether it is a whole model, made by full fine-tuning, and not an adapter."""
 
 
 def finished_models(manager: JobManager, tenant: str) -> tuple[ModelView, ...]:
@@ -47,7 +52,7 @@ def _view(record: AdapterRecord, served: str) -> ModelView:
     directory = Path(record.directory or "")
     try:
         sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
-    except OSError:  # fetched from elsewhere when it is asked for
+    except OSError:  # fetched on demand from --files-url
         sizes = {}
     return ModelView(
         name=record.name,

@@ -35,7 +35,7 @@ HEADERS = {
 
 _environment = Environment(
     loader=PackageLoader("coserve.server.page", "templates"),
-    autoescape=True,  # what models and clients say is text
+    autoescape=True,  # text of models and clients is escaped
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

@@ -53,7 +53,7 @@ def share(value: float | None) -> str:
     """Return a share such as 98.5 %; 100 % means all of it."""
     if value is None:
         return NOTHING
-    percent = int(value * 1000) / 10  # never more than there is
+    percent = int(value * 1000) / 10  # never rounded up to 100 %
     return f"{percent:g} %"
 
 

@@ -84,7 +84,7 @@ async def chat_completions_batch(
     async def with_one_error() -> dict[str, Any]:
         try:
             return await whole()
-        except ExceptionGroup as errors:  # the first says enough
+        except ExceptionGroup as errors:  # one error suffices
             raise errors.exceptions[0] from None
 
     return await answer(

@@ -180,7 +180,7 @@ async def delete_model(
     gone = await jobs.delete_adapter(tenant, name)
     if not gone:
         raise not_found(f"The model '{name}' does not exist", param="model", code="model_not_found")
-    with suppress(EngineGoneError):  # then it is not there either
+    with suppress(EngineGoneError):  # an engine that is gone has no adapter
         for each in gone:
             await engine.unload_adapter(each)
     return json_response({"id": name, "object": "model", "deleted": True})

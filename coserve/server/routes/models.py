@@ -162,7 +162,7 @@ async def unload_lora_adapter(
 
 
 async def _unload(engine: EngineAccess, adapter: AdapterRecord) -> None:
-    with suppress(EngineGoneError):  # then it is not there either
+    with suppress(EngineGoneError):  # an engine that is gone has no adapter
         await engine.unload_adapter(adapter.ref.name)
 
 
@@ -185,7 +185,7 @@ def _allowed(given: str, allowed: tuple[Path, ...]) -> Path:
     try:
         path = Path(given).resolve()
         inside = lies_in(path, allowed)
-    except (ValueError, OSError, RuntimeError):  # no path at all, or links in a circle
+    except (ValueError, OSError, RuntimeError):  # not a path, or links in a circle
         raise _invalid("'lora_path' is not a valid path.", "lora_path") from None
     if not inside:
         raise ApiError("lora_path is not below a directory of --allow-adapter-paths", status=403)

@@ -119,7 +119,7 @@ class Admission:
         if (rate := self._keys.ring.limits_of(tenant).tokens_per_minute) is not None:
             self._bucket(tenant, rate).level -= number
 
-    # -- what the engine says ---------------------------------------------------------
+    # -- reports of the engine (EngineListener) ------------------------------------------
 
     def engine_ready(self, ready: Ready) -> None:
         pass

@@ -160,7 +160,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise CoserveError(
             f"the keys file {path} cannot be read: {error.strerror or error}"
         ) from None
-    except ValueError as error:  # of TOML, UTF-8, or ours
+    except ValueError as error:  # from TOML, UTF-8, or this module
         raise CoserveError(f"the keys file {path} is wrong: {error}") from None
 
 
@@ -168,7 +168,7 @@ def _keys(found: Any) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise ValueError("it has no keys; coserve keys new TENANT makes a line for [keys]")
     for number, (digest, tenant) in enumerate(found.items(), 1):
-        if not is_digest(digest):  # perhaps a key itself, which no log may hold
+        if not is_digest(digest):  # perhaps a key itself, which must not be logged
             raise ValueError(
                 f'line {number} of [keys] does not begin with a digest such as "sha256:…"'
             )

@@ -64,7 +64,7 @@ class WaitingRequests:
         pass
 
     def engine_gone(self) -> None:
-        pass  # every request ends, and says so
+        pass  # every request ends, and `end` is called for it
 
     def engine_reported(self, report: StepReport) -> None:
         for chunk in report.chunks:

@@ -84,7 +84,7 @@ def _vocab_size(path: Path, architecture: Architecture) -> int:
     try:
         with open_tensors(path / WEIGHTS_FILE) as file:
             return vocabulary_of(file, architecture)
-    except AdapterError:  # the engine says so when it reads it
+    except AdapterError:  # the engine reports it when it reads the directory
         return architecture.vocab_size
 
 

@@ -64,7 +64,7 @@ class Prompts:
             generation_config,
             chat_template,
         )
-        self.defaults: Mapping[str, Any] = {}  # of SamplingParams, where a request does not say
+        self.defaults: Mapping[str, Any] = {}  # fields of SamplingParams that a request leaves open
         self._thread, self._slow_threads = (
             TenantTurns(1, "tokenizer"),
             TenantTurns(_NUM_LONG, "long prompts"),
@@ -73,7 +73,7 @@ class Prompts:
         self.longest_token = 0  # characters; 0 without a tokenizer
         self._source: ModelSource | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self.text_tokenizer: PreTrainedTokenizerBase | None = None  # for the event loop alone
+        self.text_tokenizer: PreTrainedTokenizerBase | None = None  # only for the event loop
         self._pieces: dict[int, TokenPiece] = {}
         self._token_bytes: TokenBytes | None = None
 

@@ -60,8 +60,8 @@ class ToolParser(ABC):
     arguments had begun, there is a `CallFails`.
     """
 
-    markers: ClassVar[tuple[str, ...]] = ()  # special tokens that it must see
-    reads_all: ClassVar[bool] = False  # also answers to requests without tools
+    markers: ClassVar[tuple[str, ...]] = ()  # special tokens that the text must keep
+    reads_all: ClassVar[bool] = False  # whether it reads answers without tools, too
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Begin with an empty answer.

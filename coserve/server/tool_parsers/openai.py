@@ -57,7 +57,7 @@ class OpenAI(JsonCalls):
         elif recipient is None and channel is not None and channel[1] == "analysis":
             self._kind = Reasoning
         elif recipient is not None:
-            self._add(Content(head + _MESSAGE))  # a call of what is not there
+            self._add(Content(head + _MESSAGE))  # a call of an unknown function
         return True
 
     def _can_be_head(self) -> bool:
@@ -90,7 +90,7 @@ class OpenAI(JsonCalls):
             self._call = None
 
     def _end(self) -> None:
-        if not self._in_head:  # of a head that is cut off, nobody should see a part
+        if not self._in_head:  # an incomplete head is not shown
             self._add_body(self._rest)
             self._end_body()
         self._rest = ""
