@@ -62,10 +62,10 @@ class Server:
         start_s, status, body = time.monotonic(), 0, None
         with suppress(httpx.HTTPError):
             more = {"headers": self.headers, **more}
-            found = httpx.request(method, f"{self.url}{path}", timeout=limit_s, **more)
-            status, body = found.status_code, found.text
+            answer = httpx.request(method, f"{self.url}{path}", timeout=limit_s, **more)
+            status, body = answer.status_code, answer.text
             with suppress(ValueError):
-                body = found.json()
+                body = answer.json()
         return Answer(status=status, s=time.monotonic() - start_s, body=body)
 
     def get(self, path: str, **more: Any) -> Answer:
@@ -134,11 +134,11 @@ class Server:
         """Return a copy of the directory of an adapter from a short job."""
         job = self.job(n_epochs=1, batch_size=16, adapter={"r": 4}).body["id"]
         assert self.until_over(job) == "succeeded"
-        made = max(
+        newest = max(
             self.home.glob(f"jobs/{job}/**/adapter_config.json"),
             key=lambda path: path.stat().st_mtime,
         )
-        return Path(shutil.copytree(made.parent, self.home.parent / "adapters" / name))
+        return Path(shutil.copytree(newest.parent, self.home.parent / "adapters" / name))
 
     def engine_pid(self) -> int:
         """Return the id of the engine's process, the lowest of all."""
@@ -257,9 +257,9 @@ class Place:
         before = signal.signal(signal.SIGTERM, _exit)
         try:
             ready, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
-            found = re.search(r"(http://\S+)/v1", process.stdout.readline() if ready else "")
-            assert found, log.read_text()
-            yield Server(process=process, url=found[1], home=self.home)
+            match = re.search(r"(http://\S+)/v1", process.stdout.readline() if ready else "")
+            assert match, log.read_text()
+            yield Server(process=process, url=match[1], home=self.home)
         finally:
             with suppress(ProcessLookupError):  # all that it has started is of its group
                 os.killpg(process.pid, signal.SIGKILL)
@@ -308,8 +308,8 @@ def health(server: Server) -> Iterator[list[float]]:
 
 def memory_mb(pid: int, what: str = "VmRSS") -> float:
     """Return the megabytes of a process: VmRSS, resident now, or VmHWM, the maximum so far."""
-    found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1000 if found else 0.0
+    match = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) / 1000 if match else 0.0
 
 
 def is_alive(pid: int) -> bool:

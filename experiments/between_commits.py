@@ -397,12 +397,12 @@ def _chatting(running: ExitStack) -> Callable[[], dict[str, float]]:
     }
 
     def chats() -> dict[str, float]:
-        taken = []
+        times_s = []
         for _ in range(_CHATS):
             start_s = time.perf_counter()
             client.post("/v1/chat/completions", json=body).raise_for_status()
-            taken.append(time.perf_counter() - start_s)
-        return {"step": median(taken)}
+            times_s.append(time.perf_counter() - start_s)
+        return {"step": median(times_s)}
 
     return chats
 

@@ -158,13 +158,13 @@ def main() -> None:
         )
         if options.placement in (None, name)
     ]
-    found = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     with worker_processes(options.workers) as pool:
         for row in pool.map(run, cells):
-            found.append(row)
+            rows.append(row)
             shown = {name: value for name, value in row.items() if name != "seconds"}
             print(" ".join(f"{name} {value}" for name, value in shown.items()), file=sys.stderr)
-    print_result("cluster_engines", {"rows": found}, options.save)
+    print_result("cluster_engines", {"rows": rows}, options.save)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ class Server:
             "hyperparameters": {"n_epochs": epochs, "batch_size": NUM_ANIMALS},
             "coserve": settings | extension,
         }
-        made = await self._client.post("/v1/fine_tuning/jobs", json=body)
-        made.raise_for_status()
-        return str(made.json()["id"])
+        created = await self._client.post("/v1/fine_tuning/jobs", json=body)
+        created.raise_for_status()
+        return str(created.json()["id"])
 
     async def job(self, id: str) -> dict[str, Any]:
         result: dict[str, Any] = (await self._client.get(f"/v1/fine_tuning/jobs/{id}")).json()

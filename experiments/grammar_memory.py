@@ -59,8 +59,8 @@ def main() -> None:
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        found = re.search(r"(https?://\S+)/v1", server.stdout.readline())
-        assert found is not None
+        match = re.search(r"(https?://\S+)/v1", server.stdout.readline())
+        assert match is not None
         engine = engine_of(server.pid)
 
         def ask(place: int) -> int:
@@ -70,7 +70,7 @@ def main() -> None:
                 "max_tokens": 64,
                 "guided_regex": pattern(place),
             }
-            return httpx.post(f"{found[1]}/v1/completions", json=body, timeout=300).status_code
+            return httpx.post(f"{match[1]}/v1/completions", json=body, timeout=300).status_code
 
         ask(0)
         before_mb = resident_mb(engine)

@@ -39,18 +39,18 @@ def row_1(place: Place) -> Figures:
     """Try patterns that backtrack for ever, and a job that kills engines between its steps."""
     result: Figures = {}
     with place.start() as server, health(server) as taken:
-        made = server.job(adapter={"target_modules": EVIL}, limit_s=15)
-        result["a pattern in target_modules"] = str(made)
+        created = server.job(adapter={"target_modules": EVIL}, limit_s=15)
+        result["a pattern in target_modules"] = str(created)
     result["/health meanwhile, s"] = max(taken)
     with place.aside("rank_pattern").start() as server:
-        made = server.job(
+        created = server.job(
             adapter={"target_modules": ["q_proj"], "rank_pattern": {EVIL: 2}}, limit_s=15
         )
-        result["a pattern in rank_pattern"] = str(made)
+        result["a pattern in rank_pattern"] = str(created)
         time.sleep(2)
         result["a completion after one in rank_pattern"] = str(server.complete(limit_s=15))
-        if made.body:
-            cancel = f"/v1/fine_tuning/jobs/{made.body['id']}/cancel"
+        if created.body:
+            cancel = f"/v1/fine_tuning/jobs/{created.body['id']}/cancel"
             result["its job is cancelled"] = str(server.post(cancel, limit_s=15))
     with place.aside("deaths").start() as server:
         job = server.job(adapter={"r": 4}, checkpoint_every_steps=1).body["id"]
@@ -268,8 +268,8 @@ def row_10(place: Place) -> Figures:
         answer = server.post(
             "/v1/load_lora_adapter", {"lora_name": "absurd", "lora_path": str(path.parent)}
         )
-        taken = sum(memory_mb(pid, "VmHWM") for pid in pids) - before
-    return {"rank 300,000": str(answer), "memory at most, MB": taken}
+        growth_mb = sum(memory_mb(pid, "VmHWM") for pid in pids) - before
+    return {"rank 300,000": str(answer), "memory at most, MB": growth_mb}
 
 
 def row_11(place: Place) -> Figures:

@@ -166,13 +166,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     add_save_option(parser)
     options = parser.parse_args()
-    found = play(options.ticks, options.seed)
+    accuracies = play(options.ticks, options.seed)
     part = PHASE // 3
     print("ticks      ", *(f"{way:>9}" for way in WAYS))
     for first in range(0, options.ticks, part):
-        shares = (f"{mean(found[way][first : first + part]):9.2f}" for way in WAYS)
+        shares = (f"{mean(accuracies[way][first : first + part]):9.2f}" for way in WAYS)
         print(f"{first:4} to {first + part - 1:4}", *shares)
-    print_result("live_learning", {way: round(mean(found[way]), 4) for way in WAYS}, options.save)
+    print_result(
+        "live_learning", {way: round(mean(accuracies[way]), 4) for way in WAYS}, options.save
+    )
 
 
 if __name__ == "__main__":

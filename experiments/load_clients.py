@@ -81,8 +81,8 @@ def vllm(python: str, load: Load) -> Seen:
         "--result-filename": "vllm.json",
     }
     _run([python, "-c", code, *_words(options), "--ignore-eos", "--save-result"])
-    found = json.loads((load.output / "vllm.json").read_text())
-    return Seen(found["completed"], found["mean_ttft_ms"], found["mean_tpot_ms"])
+    report = json.loads((load.output / "vllm.json").read_text())
+    return Seen(report["completed"], report["mean_ttft_ms"], report["mean_tpot_ms"])
 
 
 def aiperf(directory: str, load: Load) -> Seen:
@@ -102,11 +102,11 @@ def aiperf(directory: str, load: Load) -> Seen:
     }
     _run([f"{directory}/bin/aiperf", "profile", *_words(options), "--streaming"])
     [path] = (load.output / "aiperf").rglob("profile_export_aiperf.json")
-    found = json.loads(path.read_text())
+    report = json.loads(path.read_text())
     return Seen(
-        int(found["request_count"]["avg"]),
-        found["time_to_first_token"]["avg"],
-        found["inter_token_latency"]["avg"],
+        int(report["request_count"]["avg"]),
+        report["time_to_first_token"]["avg"],
+        report["inter_token_latency"]["avg"],
     )
 
 
@@ -191,10 +191,10 @@ def serving(model: Path, home: Path, threads: int) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None
-            found = re.search(r"(https?://\S+)/v1", process.stdout.readline())
-            if found is None:
+            match = re.search(r"(https?://\S+)/v1", process.stdout.readline())
+            if match is None:
                 raise SystemExit((home / "server.log").read_text())
-            yield found[1]
+            yield match[1]
         finally:
             process.terminate()
             process.wait(60)
@@ -202,13 +202,13 @@ def serving(model: Path, home: Path, threads: int) -> Iterator[str]:
 
 def engines_own(url: str, after: int, num_requests: int) -> Seen:
     """Return the engine's figures of the last requests; those before them warmed up."""
-    found = httpx.get(f"{url}/v1/status/steps", params={"after": after}).json()["requests"][
+    requests = httpx.get(f"{url}/v1/status/steps", params={"after": after}).json()["requests"][
         -num_requests:
     ]
     return Seen(
-        len(found),
-        1e3 * mean(each["ttft_s"] for each in found),
-        1e3 * mean(each["tpot_s"] for each in found),
+        len(requests),
+        1e3 * mean(each["ttft_s"] for each in requests),
+        1e3 * mean(each["tpot_s"] for each in requests),
     )
 
 

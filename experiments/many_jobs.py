@@ -88,9 +88,9 @@ def main() -> None:
     engine = Engine.load(options.model, config, dtype=options.dtype, device="cpu", with_text=False)
     rows = []
     for batch_size in options.batch_sizes:
-        found = run(engine, options.jobs, batch_size, options.length, options.turns)
-        print(batch_size, {name: round(rate, 1) for name, rate in found.items()}, flush=True)
-        rows.append({"batch_size": batch_size, **found})
+        result = run(engine, options.jobs, batch_size, options.length, options.turns)
+        print(batch_size, {name: round(rate, 1) for name, rate in result.items()}, flush=True)
+        rows.append({"batch_size": batch_size, **result})
     print_result(
         "many_jobs", {"jobs": options.jobs, "length": options.length, "rows": rows}, options.save
     )

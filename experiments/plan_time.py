@@ -180,10 +180,10 @@ def main(save: Path | None = None) -> None:
             num_units=num_units,
             num_tenants=num_tenants,
         )
-        made = plan(view, latency)
+        planned = plan(view, latency)
         # LLMStation prefills by itself.
         num_served = num_prompts if policy == "llmstation" and num_prompts else NUM_REQUESTS
-        assert len(made.rows) >= num_served, "every request is served"
+        assert len(planned.rows) >= num_served, "every request is served"
         least, middle = microseconds(partial(plan, view, latency))
         print(
             f"{policy:13} {num_tenants:7} {num_jobs:5} {name:9} {num_prompts:7} {least:8.0f} "

@@ -110,11 +110,11 @@ def training(backbone: Backbone, num_rows: int) -> Callable[[], None]:
 
 def steps_of(backbone: Backbone, asked: Steps) -> dict[str, Callable[[], None]]:
     """Return every kind of step by its name."""
-    found = {
+    times = {
         f"decode {number}": decoding(backbone, number, asked.context)
         for number in asked.num_requests
     }
-    return {**found, f"train {asked.rows}": training(backbone, asked.rows)}
+    return {**times, f"train {asked.rows}": training(backbone, asked.rows)}
 
 
 def measure(asked: Steps, group: RankGroup) -> Times:

@@ -107,9 +107,10 @@ def transports(size: int) -> dict[str, Callable[[Any], list[Join]]]:
 
     def arena(may_be_compiled: bool) -> Callable[[Any], list[Join]]:
         def joins(_: Any) -> list[Join]:
-            made = RankArena.create(size)
+            arena = RankArena.create(size)
             return [
-                partial(join_arena, DupFdLater(made), rank, may_be_compiled) for rank in range(size)
+                partial(join_arena, DupFdLater(arena), rank, may_be_compiled)
+                for rank in range(size)
             ]
 
         return joins
@@ -155,11 +156,11 @@ def main() -> None:
     print("| transport | " + " | ".join(f"[{n}, {options.width}]" for n in options.rows) + " |")
     print("|---" * (1 + len(options.rows)) + "|")
     for name, joins in transports(options.ranks).items():
-        found = on_ranks(joins, partial(times_of_sizes_us, options.rows, options.width))
+        times = on_ranks(joins, partial(times_of_sizes_us, options.rows, options.width))
         rows.append(
-            {"transport": name, "us": [[statistics.median(each), min(each)] for each in found]}
+            {"transport": name, "us": [[statistics.median(each), min(each)] for each in times]}
         )
-        cells = [f"{statistics.median(each):,.1f} ({min(each):,.1f})" for each in found]
+        cells = [f"{statistics.median(each):,.1f} ({min(each):,.1f})" for each in times]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
     loads.append(os.getloadavg()[0])
     print(f"load of the machine: {loads[0]:.1f} before, {loads[1]:.1f} after")

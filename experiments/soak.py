@@ -75,13 +75,13 @@ def _health(url: str, until_s: float) -> list[float]:
 
     A process of its own runs this, as that of the clients is busy.
     """
-    taken = []
+    times_s = []
     while time.monotonic() < until_s:
         start_s = time.monotonic()
         httpx.get(f"{url}/health", timeout=60).raise_for_status()
-        taken.append(time.monotonic() - start_s)
+        times_s.append(time.monotonic() - start_s)
         time.sleep(0.1)
-    return sorted(taken)
+    return sorted(times_s)
 
 
 async def _recovery_s(http: httpx.AsyncClient, url: str) -> float:
@@ -159,9 +159,9 @@ async def _soak(url: str, minutes: float, clients: int, jobs: int) -> dict[str, 
         await running
         process.shutdown()
         recovery_s = await _recovery_s(http, url)
-    taken = await health
+    times_s = await health
     health_s = {
-        name: taken[int(q * (len(taken) - 1))]
+        name: times_s[int(q * (len(times_s) - 1))]
         for name, q in (("p50", 0.5), ("p99", 0.99), ("most", 1.0))
     }
     asked = {"minutes": minutes, "clients": clients, "jobs": jobs}

@@ -145,15 +145,15 @@ def _median_ms(step: Callable[[], None], left_out_s: Callable[[], float]) -> flo
 def main() -> None:
     """Measure and print."""
     save = save_option(__doc__)
-    found = {"engine_512_requests_ms": engine_ms()}
+    times_ms = {"engine_512_requests_ms": engine_ms()}
     with TemporaryDirectory() as folder:
         small_model(Path(folder))
         for num_requests, num_adapters in ((32, 0), (32, 1), (32, 32), (512, 0), (512, 32)):
             name = f"device_{num_requests}_requests_{num_adapters}_adapters_ms"
-            found[name] = device_ms(Path(folder), num_requests, num_adapters)
-    for name, ms in found.items():
+            times_ms[name] = device_ms(Path(folder), num_requests, num_adapters)
+    for name, ms in times_ms.items():
         print(f"{name:45} {ms:6.2f}")
-    print_result("step_time", {name: round(ms, 2) for name, ms in found.items()}, save)
+    print_result("step_time", {name: round(ms, 2) for name, ms in times_ms.items()}, save)
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ SCHEMA = {
 def made_up_pieces(number: int) -> list[bytes]:
     """Return every byte, then words with and without a space before them."""
     random, pieces = Random(0), [bytes([byte]) for byte in range(256)]
-    found = set(pieces)
-    while len(found) < number:
+    vocabulary = set(pieces)
+    while len(vocabulary) < number:
         word = "".join(
             random.choices('etaoinshrdlucmfwypvbgkjqxz{}":,[]0123456789', k=random.randint(2, 8))
         )
-        found.add((random.choice(("", " ")) + word).encode())
-    return [*pieces, *sorted(found - {*pieces})]
+        vocabulary.add((random.choice(("", " ")) + word).encode())
+    return [*pieces, *sorted(vocabulary - {*pieces})]
 
 
 def engine_of(model: str, num_pieces: int) -> Engine:
@@ -97,11 +97,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=49_152)
     add_save_option(parser)
     options = parser.parse_args()
-    found = {}
+    rows = {}
     for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
-        found[name] = measure(options.model, options.vocabulary, temperature)
-        print(name, "  ".join(f"{key} {value:.3f}" for key, value in found[name].items()))
-    print_result("structured", found, options.save)
+        rows[name] = measure(options.model, options.vocabulary, temperature)
+        print(name, "  ".join(f"{key} {value:.3f}" for key, value in rows[name].items()))
+    print_result("structured", rows, options.save)
 
 
 if __name__ == "__main__":

@@ -186,10 +186,10 @@ def main() -> None:
         serve(options.model, options.dtype, *options.serve)
         return
     print(f"{'':12} {'1 process × 2':>13} {'2 ranks × 1':>13}   ratio")
-    found = measure(options.model, options.dtype, options.runs)
+    result = measure(options.model, options.dtype, options.runs)
     print_result(
         "tensor_parallel",
-        {"model": options.model, "dtype": options.dtype, "runs": options.runs, **found},
+        {"model": options.model, "dtype": options.dtype, "runs": options.runs, **result},
         options.save,
     )
 

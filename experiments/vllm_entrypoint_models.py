@@ -198,9 +198,9 @@ def tokenizer(
         can_think: Whether the chat template has thinking; a model with random weights would begin
             to think and not end.
     """
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokens = [AddedToken(text, special=True, normalized=False) for text in _SPECIAL]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - len(_MARKS) - len(_NOISES) - len(CALLS),
@@ -212,17 +212,17 @@ def tokenizer(
     texts = [
         path.read_text(errors="replace") for path in sources if "site-packages" not in path.parts
     ]
-    made.train_from_iterator([*_ANSWERS, _THOUGHT, *map(_call, CALLS), *texts], trainer)
-    made.add_tokens(
+    tokenizer.train_from_iterator([*_ANSWERS, _THOUGHT, *map(_call, CALLS), *texts], trainer)
+    tokenizer.add_tokens(
         [AddedToken(text, special=False, normalized=False) for text in (*_MARKS, *_NOISES, *CALLS)]
     )
     if begins:
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{_SPECIAL[0]} $A", special_tokens=[(_SPECIAL[0], 0)]
         )
     template = TEMPLATE if can_think else TEMPLATE.replace(_NO_THINKING, "")
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         eos_token=_END,
         pad_token=_SPECIAL[0],
         chat_template=template,

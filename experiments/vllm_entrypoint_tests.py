@@ -67,14 +67,14 @@ class Plan:
     @staticmethod
     def read(path: Path) -> "Plan":
         """Read the file beside this script."""
-        found = tomllib.loads(path.read_text())
+        settings = tomllib.loads(path.read_text())
 
         def reasons(name: str) -> tuple[Reason, ...]:
             return tuple(
-                Reason(each["reason"], tuple(each["tests"])) for each in found.get(name, [])
+                Reason(each["reason"], tuple(each["tests"])) for each in settings.get(name, [])
             )
 
-        return Plan(tuple(found["files"]), reasons("does_not_apply"), reasons("fails"))
+        return Plan(tuple(settings["files"]), reasons("does_not_apply"), reasons("fails"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +175,8 @@ def run_file(
             *plugins,
         ]
         subprocess.run([*command, BELOW + file], cwd=checkout, env=environment, check=False)
-        found = [json.loads(line) for line in outcomes.read_text().splitlines()]
-    return [{**each, "test": each["test"].removeprefix(BELOW)} for each in found]
+        reports = [json.loads(line) for line in outcomes.read_text().splitlines()]
+    return [{**each, "test": each["test"].removeprefix(BELOW)} for each in reports]
 
 
 def judged(plan: Plan, runs: Iterable[FileRun]) -> tuple[list[dict[str, str]], list[str]]:

@@ -34,9 +34,9 @@ def page() -> str:
     for client in CLIENTS:
         path = environments() / "results" / f"{client.slug}.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            report = json.loads(path.read_text())
             rows[client.name] = (
-                f"| {client.name} | {found['version']} | {', '.join(found['works'])} |\n"
+                f"| {client.name} | {report['version']} | {', '.join(report['works'])} |\n"
             )
         table += rows.get(client.name, f"| {client.name} | – | not tried |\n")
     before, rest = old.split(_BEGIN)

@@ -64,21 +64,21 @@ def run(backbone: Backbone, users: list[tuple[Adapter | None, Tensor]]) -> list[
         own, bypasses = rows(adapter, tokens), None if adapter is None else adapter.bypasses()
         spans.append(CachedSequence(backbone, len(own), bypasses).extend(own))
         of.append((len(own), bypasses))
-    found = torch.split(
+    parts = torch.split(
         logits(backbone, forward(backbone, spans), of), [num_rows for num_rows, _ in of]
     )
-    return [part[-len(tokens) :] for part, (_, tokens) in zip(found, users, strict=True)]
+    return [part[-len(tokens) :] for part, (_, tokens) in zip(parts, users, strict=True)]
 
 
 def made(backbone: Backbone, kind: str) -> Adapter:
     """Return an adapter with random parameters."""
-    found = method(kind)
-    known = [each.name for each in fields(found)]  # type: ignore[arg-type]
+    method_type = method(kind)
+    known = [each.name for each in fields(method_type)]  # type: ignore[arg-type]
     settings: dict[str, Any] = {
-        **found.job_defaults,
+        **method_type.job_defaults,
         **{n: v for n, v in _FEW.items() if n in known},
     }
-    config = found(**settings)
+    config = method_type(**settings)
     adapter = config.as_served(Adapter(backbone, config, seed=1), is_fresh=True)
     generator = torch.Generator().manual_seed(2)
     for master in adapter.masters.values():

@@ -1479,9 +1479,9 @@ def held_out(rng: Random, *, per_category: int) -> list[Question]:
     drawn: dict[str, dict[str, Question]] = {}
 
     def take(question: Question) -> None:
-        found = drawn.setdefault(question.category, {})
-        if len(found) < per_category:
-            found.setdefault(question.messages[-1]["content"], question)
+        chosen = drawn.setdefault(question.category, {})
+        if len(chosen) < per_category:
+            chosen.setdefault(question.messages[-1]["content"], question)
 
     for _ in range(per_category * 4000):
         exchange = _draw(rng, _ALL)

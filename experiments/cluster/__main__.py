@@ -99,7 +99,7 @@ def cluster(
         training_in_flight=training_in_flight,
         seed=seed,
     )
-    found = experiment.run(config, watch=console(stderr=True).print)
+    numbers = experiment.run(config, watch=console(stderr=True).print)
     what = {
         "device": device.value,
         "machine": describe(torch.device("cpu")),
@@ -107,7 +107,7 @@ def cluster(
         "training_in_flight": training_in_flight,
         "seed": seed,
     }
-    print_result("cluster", _fill, what, found, save)
+    print_result("cluster", _fill, what, numbers, save)
 
 
 def _cluster_here(
@@ -129,7 +129,7 @@ def _cluster_here(
         rate=rate, num_requests=num_requests, placement=placement, num_runs=runs, seed=seed
     )
     backbone = load_backbone(config.model, dtype=config.dtype, device="meta")
-    found = experiment.run(backbone, config, watch=console(stderr=True).print)
+    numbers = experiment.run(backbone, config, watch=console(stderr=True).print)
     what = {
         "device": "here",
         "machine": describe(torch.device("cpu")),
@@ -137,7 +137,7 @@ def _cluster_here(
         "nodes": config.num_nodes,
     }
     load = {"rate": rate, "requests": num_requests, "placement": placement, "seed": seed}
-    print_result("cluster_here", _fill_here, {**what, **load}, found, save)
+    print_result("cluster_here", _fill_here, {**what, **load}, numbers, save)
 
 
 def _numbers(text: str, option: str, *, most: float) -> tuple[float, ...]:

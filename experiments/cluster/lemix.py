@@ -342,12 +342,12 @@ def _over(placement: str, other: str, cells: Sequence[dict[str, Any]]) -> dict[s
         for cell in cells
         if cell["placement"] == placement
     ]
-    found = {
+    figures = {
         name: max(a[name] / b[name] for a, b in pairs if b[name] > 0.0)
         for name in ("throughput", "utilisation", "attainment")
     }
-    found["inference_loss"] = min(a["inference_loss"] / b["inference_loss"] for a, b in pairs)
-    return {name: round(value, 3) for name, value in found.items()}
+    figures["inference_loss"] = min(a["inference_loss"] / b["inference_loss"] for a, b in pairs)
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def _at_equal_attainment(name: str, share: float, config: ClusterConfig) -> dict[str, Any]:

@@ -319,16 +319,16 @@ def _answered(played: Played, start_s: float, end_s: float) -> float:
     """Return the tokens/s of prompts and answers in a stretch, as if each request's tokens came
     evenly.
     """
-    found = 0.0
+    num_tokens = 0.0
     for each in played.outcomes:
         inside_s = min(each.end_s, end_s) - max(each.arrival_s, start_s)
         if inside_s > 0:
-            found += (
+            num_tokens += (
                 (each.num_prompt_tokens + each.num_output_tokens)
                 * inside_s
                 / (each.end_s - each.arrival_s)
             )
-    return found / (end_s - start_s)
+    return num_tokens / (end_s - start_s)
 
 
 def _claims_12(rows: list[Row]) -> list[Claim]:

@@ -51,12 +51,12 @@ class _InTurns(TuningOnly):
     """Maximum number of layers per step."""
 
     def plan(self, view: View, latency: LatencyModel) -> Plan:
-        made = super().plan(view, latency)
+        planned = super().plan(view, latency)
         tasklets = [
             structs.replace(each, num_tasklets=min(each.num_tasklets, self.layers))
-            for each in made.tasklets
+            for each in planned.tasklets
         ]
-        return structs.replace(made, tasklets=tuple(tasklets))
+        return structs.replace(planned, tasklets=tuple(tasklets))
 
 
 def _suspended(length: int) -> list[Row]:
@@ -211,8 +211,8 @@ def _predicted() -> list[Row]:
                 errors[name].append(abs(each_s - took_s) / took_s)
         for name in names:
             engine.cancel(name)
-        found = {name: round(mean(each[_FIRST_STEPS:]), 4) for name, each in errors.items()}
-        rows.append({"requests": batch, "context": context, **found})
+        means = {name: round(mean(each[_FIRST_STEPS:]), 4) for name, each in errors.items()}
+        rows.append({"requests": batch, "context": context, **means})
     return rows
 
 

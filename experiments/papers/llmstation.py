@@ -399,7 +399,7 @@ def _claims_traded(rows: list[Row]) -> list[Claim]:
     claims = []
     for rival in _RIVALS:
         for index, what in enumerate(("ttft_p99_ms", "tpot_p99_ms")):
-            found = []
+            ratios = []
             for row in rows:
                 own = [
                     each[what]
@@ -408,13 +408,13 @@ def _claims_traded(rows: list[Row]) -> list[Claim]:
                     and each["tuning_tokens_per_s"] >= 0.98 * row["tuning_tokens_per_s"]
                 ]
                 if row["system"] == rival and own and row[what]:
-                    found.append(round(row[what] / min(own), 2))
+                    ratios.append(round(row[what] / min(own), 2))
             claims.append(
                 Claim(
                     f"{what[:4].upper()} p99 of {rival} over LLMStation's at the same tuning",
                     f"up to {paper[rival][index]}",
-                    between(found),
-                    bool(found) and max(found) > 1,
+                    between(ratios),
+                    bool(ratios) and max(ratios) > 1,
                 )
             )
     return claims

@@ -94,7 +94,7 @@ def simulate_cluster(
         load_backbone(model, dtype=dtype, device="meta"), hardware, tensor_parallel
     )
     begin_s, out = time.monotonic(), console(stderr=True)
-    found = at_scale.run(place, requests, given, config, watch=out.print)
+    numbers = at_scale.run(place, requests, given, config, watch=out.print)
     result = {
         "experiment": "simulate cluster",
         "model": model,
@@ -102,7 +102,7 @@ def simulate_cluster(
         "trace": " ".join([str(trace), *(where or ())]),
         "date": datetime.now(UTC).date().isoformat(),
         "wall_s": round(time.monotonic() - begin_s, 1),
-        **found,
+        **numbers,
     }
     _print(result)
     if save is not None:

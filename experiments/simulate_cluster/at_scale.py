@@ -284,7 +284,7 @@ def _kind(place: ModelledPlace) -> _Kind:
     page_bytes = kv_page_bytes(backbone, _BLOCK_TOKENS)
     dtype = str(backbone.dtype).removeprefix("torch.")
     path = node_profile_path(place.name, backbone.name, dtype, page_bytes * place.num_pages)
-    made = node_profile(
+    measured = node_profile(
         profile,
         block_tokens=_BLOCK_TOKENS,
         page_bytes=page_bytes,
@@ -294,7 +294,7 @@ def _kind(place: ModelledPlace) -> _Kind:
     return _Kind(
         hardware=place.name,
         profile=profile,
-        node=with_stored_limits(path, made),
+        node=with_stored_limits(path, measured),
         num_pages=place.num_pages,
         tpot_s=default_tpot_s(LatencyModel(profile)),
     )
