@@ -153,14 +153,16 @@ class LatencyModel:
         """Return the seconds of a step that does nothing but decode requests with this many tokens
         in the cache.
         """
-        return self.forward_s(
-            ForwardLoad(
-                rows=num_requests,
-                sampled=num_requests,
-                spans=num_requests,
-                keys=num_requests * (context + 1),
-            )
-        )
+        if not num_requests:
+            return 0.0
+        # As `forward_s` of such a load, which would take longer to make: some plans call it often.
+        p = self.profile
+        raw = seconds_at(self._forward, num_requests) + seconds_at(self._head, num_requests)
+        raw += num_requests * (context + 1) * p.s_per_key
+        raw += num_requests * p.s_per_span
+        if num_requests <= p.one_call.rows:
+            raw -= p.one_call.saved_s
+        return raw * self.corrections.of("forward", num_requests, False)
 
     def prompt_s(self, rows: int, num_past: int = 0) -> float:
         """Return the seconds of rows of one prompt alone, with attention to one another and to
@@ -168,7 +170,7 @@ class LatencyModel:
         """
         if not rows:
             return 0.0
-        # As `forward_s` of such a load, which would take longer to make: a plan asks for each
+        # As `forward_s` of such a load, which would take longer to make: plans call it for each
         # prompt.
         p, pairs = self.profile, rows * (num_past + rows / 2)
         raw = seconds_at(self._forward, rows) + seconds_at(self._head, 1)

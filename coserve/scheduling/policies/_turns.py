@@ -29,10 +29,11 @@ def serving_step(view: View, latency: LatencyModel) -> tuple[MemoryPlan, PlanBui
     memory.grow()
     memory.admit_waiting()
     build = PlanBuilder(view, latency, memory)
-    build.decode([request for request in memory.requests if request.num_rows == 1])
-    build.prefill(
-        [request for request in memory.requests if request.num_rows > 1], slo_s(view, memory)
-    )
+    decoding = [request for request in memory.requests if request.num_rows == 1]
+    build.decode(decoding)
+    if len(decoding) < len(memory.requests):
+        prompts = [request for request in memory.requests if request.num_rows > 1]
+        build.prefill(prompts, slo_s(view, memory))
     return memory, build
 
 

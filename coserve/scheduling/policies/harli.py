@@ -24,7 +24,6 @@ after the requests' rows, until the SLO.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
-from statistics import mean
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -178,7 +177,7 @@ class Harli(Policy):
         history: _Starving = view.history or _Starving()
         memory, build = serving_step(view, latency)
         job = next_job(view, memory)
-        if job is None or any(request.num_rows > 1 for request in memory.requests):
+        if job is None or [request for request in memory.requests if request.num_rows > 1]:
             return build.build()
         until_s, unit_s = slo_s(view, memory), self.unit_ms / 1000
         if build.num_rows and view.num_units > 1 and latency.profile.sharing is not None:
@@ -201,7 +200,8 @@ class Harli(Policy):
         """Return the partition on which decoding comes nearest to the SLO without passing it; None
         if it passes it on all.
         """
-        predicted, context = predictor(latency), mean([request.num_past for request in requests])
+        predicted = predictor(latency)
+        context = sum([request.num_past for request in requests]) / len(requests)
         nearest, nearest_s = None, 0.0
         for partition in latency.sharing.partitions:
             seconds = predicted.seconds(partition, len(requests), context)

@@ -80,8 +80,12 @@ def _adapters(job: JobProgress | None, requests: Sequence[RequestProgress]) -> H
 
 def _load(requests: Sequence[RequestProgress]) -> ForwardLoad:
     load = ForwardLoad()
-    for request in requests:
-        load.add_request(request, request.num_rows)
+    decoding = [request for request in requests if request.num_rows == 1]
+    load.add_decodes(decoding)
+    if len(decoding) < len(requests):
+        for request in requests:
+            if request.num_rows != 1:
+                load.add_request(request, request.num_rows)
     return load
 
 
@@ -175,11 +179,16 @@ class Llmstation(Policy):
         if defers and job is None:
             memory.admit_waiting()
         build = PlanBuilder(view, latency, memory)
-        prompts = [request for request in memory.requests if request.num_rows > 1]
+        decoding = [request for request in memory.requests if request.num_rows == 1]
+        prompts = (
+            [request for request in memory.requests if request.num_rows > 1]
+            if len(decoding) < len(memory.requests)
+            else []
+        )
         if sum([prompt.num_rows for prompt in prompts]) > self.short_prompt:
             build.prefill(prompts, inf)
             return build.build()
-        build.decode([request for request in memory.requests if request.num_rows == 1])
+        build.decode(decoding)
         build.prefill(prompts, inf)
         if job is None:
             return build.build()

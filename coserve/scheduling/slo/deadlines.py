@@ -28,8 +28,8 @@ RESERVE_TOKENS = 8
 # request would be late by what its last step takes longer than predicted. 0.98: × 0.08 and 1.2
 # points fewer in bursts; 0.995: × 0.8 there.
 AIMED = 0.99
-# Beside infeasible requests alone, a step may last a decode step this many times. No simulated load
-# tells 0.6 or 2.5 from it.
+# Beside infeasible requests alone, a step may last a decode step this many times. 0.6 and 2.5: the
+# same on all simulated loads.
 INFEASIBLE_STRETCH = 1.25
 # The margin is what 95 of 100 steps stay within, and SLOs are promised to 99 of 100 requests:
 # errors that are spread normally are within 1.4 times as much then. 3: × 0.09 and 0.6 points fewer
@@ -38,7 +38,7 @@ SURE_MARGINS = 1.5
 # For urgent prompts a request may be late by this share of what it could catch up over all tokens
 # that may still come. 0.05: × 0.08 in bursts; 0.2: × 3.
 URGENT_CATCH_UP_SHARE = 0.1
-# Where nobody else wants the time that requests save it may be late for any prompt, by this share
+# Where no other work needs the time that requests save it may be late for any prompt, by this share
 # of what it catches up over the tokens that are sure to come: up to the second number of all, since
 # most answers are no shorter. Half of either: 0.6 points more without jobs in bursts; twice: the
 # same.
@@ -59,7 +59,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     or can catch up.
     """
     free_s: float = inf
-    """Time until which any prompts may where nobody else wants the time that requests save: each
+    """Time until which any prompts may where no other work needs the time that requests save: each
     surely catches up."""
     extra_s: float = inf
     """Maximum number of seconds that jobs may still take from any of the requests."""
@@ -123,22 +123,22 @@ def decode_deadlines(
     """
     if not requests:
         return Deadlines()
-    gap_s = far_s = extra_s = inf
+    gap_s = far_s = extra_s = banks_missed_s = inf
     end_s, limited, aimed = now_s + decode_s, jobs_share < inf, AIMED
     sure = SURE_MARGINS * margin + _ROUNDING
     kept_tpots = max(prompt_reserve_tpots, reserve_tpots)
     unstarted: list[RequestProgress] = []
     infeasible: list[RequestProgress] = []
-    close: list[RequestProgress] = []
+    close: list[tuple[RequestProgress, float, float]] = []
     # Some hundred requests come by in each plan, so the loop calls nothing.
     for request in requests:
         first_s = request.first_token_s
         if first_s is None:
             unstarted.append(request)
             continue
-        tpot_s = request.info.tpot_s
+        tpot_s, num_output = request.info.tpot_s, request.num_output
         aimed_s = aimed * tpot_s
-        banked_s = first_s + request.num_output * aimed_s
+        banked_s = first_s + num_output * aimed_s
         if end_s > banked_s and end_s - banked_s > (aimed_s - decode_s) * (request.num_left - 1):
             infeasible.append(request)
             continue
@@ -146,15 +146,17 @@ def decode_deadlines(
         if noticed_s < gap_s:
             gap_s = noticed_s
             far_s = gap_s + sure * (gap_s - now_s) if gap_s > now_s else gap_s
-        if limited and jobs_share * aimed_s * request.num_output - request.jobs_s < extra_s:
-            extra_s = jobs_share * aimed_s * request.num_output - request.jobs_s
+        if limited and jobs_share * aimed_s * num_output - request.jobs_s < extra_s:
+            extra_s = jobs_share * aimed_s * num_output - request.jobs_s
         # Most requests have a bank: a gap is noticed before anything else is due, with the margin.
         if banked_s - kept_tpots * aimed_s < far_s or aimed_s < decode_s:
-            close.append(request)
+            close.append((request, aimed_s, banked_s))
+            if first_s + num_output * tpot_s < banks_missed_s:
+                banks_missed_s = first_s + num_output * tpot_s
     due_s, missed_s = _first_tokens_due_s(unstarted, end_s, infeasible_tpot_s, decode_s)
     late_s, late_free_s = _infeasible_due_s(infeasible, infeasible_tpot_s, decode_s, max_gap_tpots)
     bank = _banks_due_s(close, decode_s, prompt_reserve_tpots, reserve_tpots)
-    sure_s = sure_by_s(min(missed_s, bank.missed_s), now_s, margin)
+    sure_s = sure_by_s(min(missed_s, banks_missed_s), now_s, margin)
     return Deadlines(
         prompts_s=min(due_s, late_s, bank.prompts_s, gap_s, sure_s),
         jobs_s=min(due_s, late_s, bank.jobs_s, gap_s, sure_s),
@@ -189,8 +191,8 @@ def _infeasible_due_s(
     decode_s: float,
     max_gap_tpots: float,
 ) -> tuple[float, float]:
-    """Return when the first of these infeasible requests is due, and when it is where nobody else
-    wants the time that requests save.
+    """Return when the first of these infeasible requests is due, and when it is where no other work
+    needs the time that requests save.
     """
     due_s = free_s = inf
     pace_s = _late_pace_s(infeasible_tpot_s, decode_s)
@@ -217,29 +219,25 @@ class _BanksDue(NamedTuple):
     """Time until which each can catch up over all tokens that may come."""
     free_s: float = inf
     """Time until which each surely catches up."""
-    missed_s: float = inf
-    """Time at which the first SLO is missed, if the next token is the last."""
 
 
 def _banks_due_s(
-    requests: Sequence[RequestProgress],
+    requests: Sequence[tuple[RequestProgress, float, float]],
     decode_s: float,
     prompt_reserve_tpots: float,
     reserve_tpots: float,
 ) -> _BanksDue:
     """Return when the banks of these requests are spent; none before the next token at the pace of
     the SLO.
+
+    Args:
+        requests: Requests, each with its pace and with when its next token is due.
     """
     if not requests:
         return _BanksDue()
-    prompts_s = jobs_s = urgent_s = free_s = missed_s = inf
-    for request in requests:
-        tpot_s, num_output, first_s = request.info.tpot_s, request.num_output, request.first_token_s
-        assert first_s is not None
-        aimed_s = AIMED * tpot_s
-        banked_s = first_s + num_output * aimed_s
-        if first_s + num_output * tpot_s < missed_s:
-            missed_s = first_s + num_output * tpot_s
+    prompts_s = jobs_s = urgent_s = free_s = inf
+    for request, aimed_s, banked_s in requests:
+        num_output = request.num_output
         next_s, num_later = request.last_token_s + aimed_s, request.num_left - 1
         spent_s = banked_s + URGENT_CATCH_UP_SHARE * (aimed_s - decode_s) * num_later
         due_s = spent_s if spent_s > next_s else next_s
@@ -267,4 +265,4 @@ def _banks_due_s(
         due_s = spent_s if spent_s > next_s else next_s
         if due_s < jobs_s:
             jobs_s = due_s
-    return _BanksDue(prompts_s, jobs_s, urgent_s, free_s, missed_s)
+    return _BanksDue(prompts_s, jobs_s, urgent_s, free_s)
