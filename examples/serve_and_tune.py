@@ -28,10 +28,7 @@ def main() -> None:
         model=base,
         training_file=file.id,
         suffix="pirate",
-        method={
-            "type": "supervised",
-            "supervised": {"hyperparameters": {"n_epochs": 10, "batch_size": 5}},
-        },
+        hyperparameters={"n_epochs": 10, "batch_size": 5},
         extra_body={"coserve": {"optimizer": {"learning_rate": 2e-3}}},
     )
     num_answers = 0

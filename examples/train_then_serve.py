@@ -16,18 +16,9 @@ def main(model: str = "tiny") -> None:
     """Train, save, serve, ask."""
     with tempfile.TemporaryDirectory() as directory:
         train(model, f"{directory}/greeter")
-        command = [
-            "coserve",
-            "up",
-            model,
-            "--port",
-            "0",
-            "--allow-adapter-paths",
-            directory,
-        ]
-        with subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True
-        ) as server:
+        options = ["--port", "0", "--allow-adapter-paths", directory]
+        command = [sys.executable, "-m", "coserve", "up", model, *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
                 line = server.stdout.readline()  # … at http://127.0.0.1:PORT/v1
@@ -44,9 +35,8 @@ def train(model: str, directory: str) -> None:
         {"prompt": "Who are you? ", "completion": f"I am a {what}."}
         for what in ("greeter", "small greeter")
     ]
-    config = TuningConfig(
-        num_epochs=30, batch_size=2, optimizer=OptimizerConfig(learning_rate=5e-3)
-    )
+    optimizer = OptimizerConfig(learning_rate=5e-3)
+    config = TuningConfig(num_epochs=30, batch_size=2, optimizer=optimizer)
     events = engine.tune(lines, config, name="greeter")
     losses = [event.loss for event in events if event.kind == "step"]
     print(f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps")
