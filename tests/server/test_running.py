@@ -80,9 +80,8 @@ def test_of_several_servers_the_user_names_one(here: Path):
         status, _, err = command(here, "models")
         assert (status, err) == (
             1,
-            "error: 2 servers run here: http://127.0.0.1:2 (a), http://127.0.0.1:3 (b); name one "
-            "with --url or "
-            "COSERVE_URL\n",
+            "error: 2 servers run here: http://127.0.0.1:2 (a), http://127.0.0.1:3 (b); choose "
+            "one with --url or COSERVE_URL\n",
         )
     assert running_servers() == []
 
