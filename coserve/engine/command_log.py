@@ -162,7 +162,9 @@ class CommandLog:
     def submit(self, batch: StepBatch) -> None:
         """Begin a step with the commands of `head`. Raises as `Device.submit` does."""
         assert self._sent is None
+        # Other threads may have appended more since `head`.
         entries = self._entries[: len(batch.commands)]
+        # Set before the call: if that is interrupted, the outcome counts as unknown.
         self._sent = self._step = _Sent(entries, self._known_count() if entries else 0)
         try:
             self._device.submit(batch)
@@ -177,7 +179,7 @@ class CommandLog:
         except DeviceGoneError:
             self._lose_device()
             raise
-        if self._sent is self._step:  # unless that was found out meanwhile
+        if self._sent is self._step:  # unless a replay has settled the step meanwhile
             self._acknowledge()
         return result
 
@@ -197,6 +199,7 @@ class CommandLog:
             self._note_failure(entry)
             if entry.is_awaited:
                 raise
+            # In a replay, requests that could read what is missing are closed already.
             if not (entry.is_replayed and isinstance(error, CoserveError | OSError)):
                 raise LostCommandError(message) from error
             _log.warning("a command that was interrupted and done again has failed: %s", message)
@@ -225,20 +228,24 @@ class CommandLog:
         """
         if self._sent is not None:
             self._settle(self._sent)
+        # Their callers were interrupted in `execute` and have given up.
         for entry in [entry for entry in self._entries if entry.is_awaited]:
             self._entries.remove(entry)
         self._trim()  # where a caller was interrupted just before
+        # Only what was interrupted; commands sent since then go with the next step.
         while any(entry.is_replayed for entry in self._entries):
             self._do_first()
 
     def _settle(self, sent: _Sent) -> None:
         """Mark which of the sent entries are done, and which are to be replayed."""
         if sent.entries:
+            # The cached count may be older than the entries, so the device is asked.
             self._num_answered = None
             num_done = self._known_count() - sent.num_answered
             assert 0 <= num_done <= len(sent.entries), "commands came to the device beside the log"
             for place, entry in enumerate(sent.entries):
                 entry.is_done = entry.is_done or place < num_done
+                # An awaited command is never replayed: its caller decides what to do.
                 entry.is_replayed = not entry.is_awaited
             if sent is not self._step and not all(entry.is_awaited for entry in sent.entries):
                 self.on_lost()  # after a failed step, `StepLoop` closes requests itself
@@ -258,6 +265,7 @@ class CommandLog:
         while self._entries and self._entries[0].is_done:
             del self._entries[0]
         if not self._entries:
+            # No opening is left in the log.
             self._openings.clear()
 
     def _known_count(self) -> int:
@@ -298,11 +306,13 @@ class CommandLog:
         A request takes pages one by one, and a window that is replaced shrinks to nothing first:
         weights that have room in the last size stay where they are.
         """
+        # Entries that were handed to the device can no longer be dropped.
         num_sent = 0 if self._sent is None else len(self._sent.entries)
         for place in range(len(self._entries) - 1, num_sent - 1, -1):
             command = self._entries[place].command
             if isinstance(command, ResizeWindow):
                 del self._entries[place]
                 return
+            # These pages were written under the last size, so that size must reach the device.
             if isinstance(command, _WRITE_PAGES):
                 return

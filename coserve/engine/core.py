@@ -157,6 +157,7 @@ class EngineCore:
         )
 
     def _emit(self, chunk: Chunk) -> None:
+        # Chunks that answer validation questions are the jobs' own, and no caller waits for them.
         if not self._answers.take(chunk):
             self.outbox.put(chunk)
 
@@ -224,6 +225,7 @@ class EngineCore:
         swap = self.swap
         owned, optimizers = pages.pool.num_pages_by_owner(), pages.cache.optimizers
         window_use = jobs.lifecycle.window_use
+        # Pages of jobs that cannot be lent as they are, but are free once packs are dropped.
         num_held = owned.get(PACK_OWNER, 0) + optimizers.num_pages - optimizers.num_lendable
         num_batch_running, num_batch_waiting = requests.num_batch()
         return EngineStats(
@@ -267,6 +269,7 @@ class EngineCore:
         self.swap.check_integrity(
             [*self.requests.waiting, *self.jobs.on_host, *self.adapters.on_host]
         )
+        # A set: requests with a common prefix share its pages.
         held = {
             page
             for each in self.requests.running.values()
@@ -323,6 +326,7 @@ class EngineCore:
                 )
             case commands.CancelRequest():
                 was_there = self._request_lifecycle.cancel(command.id)
+                # The request may have been the last reader of a version that has no name.
                 self.loop.drop_unread_versions()
                 return was_there
             case commands.StopSequence():
@@ -406,6 +410,7 @@ class EngineCore:
     ) -> AdapterVersion | None:
         name, directory = command.adapter.name, command.adapter.directory
         version: AdapterVersion | None = None
+        # Read beside steps (`begin_load`): only the name is still to be published.
         if load is not None:
             version = self.adapters.finish_load(load)
         elif directory is not None and (command.stays or name not in self.versions):
@@ -419,6 +424,7 @@ class EngineCore:
 
     def _start_job(self, start: JobStart, data: JobExamples) -> None:
         adapter: dict[str, Any] | str | None = start.adapter
+        # A job that continues an adapter names it in `start`; a fresh one has a configuration.
         if adapter is None and start.start is not None:
             adapter = start.start.name
         job = self._opener.open(

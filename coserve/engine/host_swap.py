@@ -99,6 +99,7 @@ class HostSwap:
             keys: Keys of its blocks.
             num_tokens: Number of its tokens in the cache.
         """
+        # Only full blocks have keys under which they can be found again.
         keys = keys[: num_tokens // self._block_tokens]
         if keys and self._blocks.num_slots:
             num_bytes = len(keys) * self._page_bytes
@@ -118,6 +119,7 @@ class HostSwap:
         slots = self._slots(keys, sequence.length, num_tokens)
         if slots:
             first = sequence.length // self._block_tokens
+            # The slots are freed when the request stops waiting; their next use follows in the log.
             self._send(SwapIn(tuple(sequence.pages[first : first + len(slots)]), tuple(slots)))
             sequence.fill(len(slots))
             self.num_swapped_in += len(slots)
@@ -144,6 +146,7 @@ class HostSwap:
         """Return the command that copies a pack to these pages. It keeps its places on the host
         until `release_pack`.
         """
+        # Counted here, since the caller executes the command at once.
         self.num_swapped_in += len(pages)
         return SwapIn(tuple(pages), tuple(self._blocks.slots_of(_keys(("pack", job), len(pages)))))
 
@@ -204,6 +207,7 @@ class HostSwap:
         """Note how long a step has waited for copies, and for weights that made room. have_left:
         whether moments of optimizers left pages.
         """
+        # Without copies to the host, `copy_s` is the time of copies back, which free no page.
         has_copied = self._has_copied_out or have_left
         if has_copied or weights_s:
             self._waits_s.append((copy_s if has_copied else 0.0) + weights_s)

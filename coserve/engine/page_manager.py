@@ -115,11 +115,13 @@ class PageManager:
             BudgetError: one of the runs cannot be had; nothing is allocated.
         """
         sizes = group_pages
+        # Try to leave the moments where they are, and withdraw them only if they are in the way.
         if moments is not None and moments.job in self.cache.optimizers.runs:
             with suppress(BudgetError):
                 return self.take_pack(group_pages, num_trained_parts, window)
             self.cache.optimizers.withdraw(moments.job)
         if moments is not None:
+            # The moments' run is placed with the groups, as the last of them.
             sizes = [*group_pages, moments.num_pages]
         runs = self._take_groups(sizes) if window is None else self._take_with_window(sizes, window)
         if moments is not None and (run := runs.pop()) is not None:
@@ -130,6 +132,7 @@ class PageManager:
 
     def _take_groups(self, group_pages: Sequence[int | None]) -> list[range | None]:
         runs = self._take_sizes(tuple([size for size in group_pages if size is not None]))
+        # The usual case: only a pack from the host has groups without pages.
         if len(runs) == len(group_pages):
             return [*runs]
         left = iter(runs)
@@ -140,20 +143,25 @@ class PageManager:
     ) -> list[range | None]:
         sizes, window = tuple([size for size in group_pages if size is not None]), self.window
         runs: list[range] = []
+        # All moments that may leave do: the window of weights has more use for their pages.
         self.cache.optimizers.lend(self.pool.num_pages)
         if len(window.run) >= need.min_pages:
+            # The pack's own runs below may shrink the window, but not below what the pack needs.
             window.require(need.min_pages)
             # Before the pack, whose runs would lie in its way, and so far that they find room
             # elsewhere.
             self._grow_window(need, num_kept=sum(sizes), may_move=self.on_move is not None)
+            # First without the window's pages, then at the cost of those that it can lend.
             with suppress(BudgetError):
                 runs = self._take_free_runs(sizes)
             if not runs:
                 with suppress(BudgetError):
                     runs = self._take_sizes(sizes)
-        if not runs:  # it is too small, or in the way
+        if not runs:  # the window is too small, or in the way
             window.clear()
+            # The window's run is searched together with the groups: neither blocks the other.
             *runs, run = self._take_sizes((*sizes, need.min_pages))
+            # `_take_sizes` takes runs for a pack; this one belongs to the window.
             self.pool.give_back_runs(PACK_OWNER, [run])
             self.pool.take_these(WINDOW_OWNER, run)
             window.begin(run)
@@ -170,15 +178,19 @@ class PageManager:
         """
         prefixes, window, pool = self.cache.prefixes, self.window, self.pool
         unused = prefixes.unused_since(self._window_grew_at)
+        # The groups of the pack are still to find num_kept free or evictable pages.
         most = max(0, pool.num_free + len(unused) - num_kept)
 
         def room(usable: Collection[int]) -> range:
             run = window.room_below(need.max_pages, usable)
+            # Only pages next to the window are of use: the upper end of the room.
             return run[max(0, len(run) - most) :]
 
         below = room(unused)
+        # Moving is worth it only if the window grows further than over unused prefixes alone.
         if may_move and len(wider := room(unused | prefixes.used)) > len(below):
             self.cache.evict_pages([page for page in wider if page in unused])
+            # If the move fails for lack of memory, the window grows only as far as `below`.
             if self._move(sorted(prefixes.used & set(wider)), wider):
                 below = wider
         self.cache.evict_pages([page for page in below if page in prefixes.evictable])
@@ -243,6 +255,7 @@ class PageManager:
         """
         self.cache.check_integrity()
         owned = self.pool.num_pages_by_owner()
+        # Unused prefixes are owned by the cache, but belong to no request.
         kept = owned.get(KV_OWNER, 0) - self.cache.prefixes.num_evictable
         assert kept == len(held), f"{kept} pages are in use, requests hold {len(held)}"
         assert owned.get(PACK_OWNER, 0) == sum(pack.num_pages for pack in packs)
@@ -258,32 +271,38 @@ class PageManager:
         none of these.
         """
         prefixes = self.cache.prefixes
+        # An evicted page became available when it was released; its return is no second change.
         num_free = prefixes.num_released + self.pool.num_returned - prefixes.num_evicted
         return num_free + self.cache.optimizers.num_let_go
 
     def _take_runs(self, sizes: Sequence[int]) -> list[range]:
+        # The window gives way before anything else does.
         self.window.lend(sum(sizes) - self.pool.num_free)
         optimizers = self.cache.optimizers
         while True:
             try:
                 return self._take_free_runs(sizes)
             except BudgetError:
+                # Too few pages in all, or nothing left to lend: a further attempt would fail, too.
                 if sum(sizes) > self.cache.num_available or not (
                     self.window.num_lendable or optimizers.num_lendable
                 ):
                     raise
             if self.window.num_lendable:
+                # Enough pages, but not side by side: lend all that the window can spare.
                 self.window.lend(self.window.num_lendable)
             else:  # one after the other, as few as it takes
                 optimizers.lend(1)
 
     def _take_free_runs(self, sizes: Sequence[int]) -> list[range]:
         prefixes, pool = self.cache.prefixes, self.pool
+        # Free pages cost nothing, so they are tried before the search.
         if sum(sizes) <= pool.num_free:
             runs = pool.take_runs(PACK_OWNER, sizes)
             if len(runs) == len(sizes):
                 return runs
             pool.give_back_runs(PACK_OWNER, runs)
+        # A moved page needs another place, so free and evictable pages must suffice for all groups.
         may_move = self.on_move is not None and sum(sizes) <= pool.num_free + prefixes.num_evictable
         search = RunSearch(pool.free_flags(), prefixes.evictable, prefixes.used if may_move else ())
         runs = search.place(sizes)
@@ -294,6 +313,7 @@ class PageManager:
             runs = search.place_together(sizes)
             if not runs:
                 raise no_such_run(pool, first_without)
+        # The runs are emptied first (prefixes evicted, pages of requests moved), then taken.
         inside = {page for run in runs for page in run}
         self.cache.evict_pages([page for run in runs for page in run if page in prefixes.evictable])
         if (moving := sorted(inside & prefixes.used)) and not self._move(moving, inside):
@@ -307,6 +327,8 @@ class PageManager:
         done.
         """
         assert self.on_move is not None
+        # Targets must be free and lie outside. Prefixes inside were evicted by the caller, so the
+        # pages evicted here are outside.
         self.cache.evict(
             len(pages) - (self.pool.num_free - sum([self.pool.is_free(page) for page in inside]))
         )
@@ -319,6 +341,7 @@ class PageManager:
         assert len(targets) == len(pages)
         if not self.on_move(targets):
             return False
+        # The books follow only after the device has copied the pages.
         self.cache.move(targets)
         self.num_moved += len(targets)
         return True

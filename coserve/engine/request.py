@@ -253,6 +253,7 @@ class Request:
             seed=self.seed,
             version=self.info.version,
             pages=tuple(sequence.pages),
+            # Penalties count prompt and output; a grammar has to be advanced over the output.
             prompt=tuple(self.prompt[self.num_virtual :]) if used else (),
             output=tuple(self.tokens[len(self.prompt) :]) if continues else (),
         )
@@ -270,6 +271,7 @@ class Request:
         start, pages = self.sequence.length, self.sequence.pages
         samples = start + num_rows == len(self.tokens)
         new_pages: tuple[int, ...] = ()
+        # The device keeps each sequence's pages, so only new ones are sent.
         if len(pages) > self._num_pages_sent:
             new_pages, self._num_pages_sent = tuple(pages[self._num_pages_sent :]), len(pages)
         tokens = (
@@ -296,12 +298,14 @@ class Request:
 
     def _forbidden(self) -> tuple[int, ...]:
         """Return the tokens that must not be sampled next."""
+        # Ends are forbidden until the minimum is reached.
         ends = tuple(self._stop_tokens) if self.num_output < self.params.min_tokens else ()
         if not self.params.bad_words:
             return ends
         output = tuple(self.tokens[len(self.prompt) :])
         bad = (
             word[-1]
+            # A word's last token is forbidden where the output ends with the word's other tokens.
             for word in self.params.bad_words
             if output[len(output) - len(word) + 1 :] == word[:-1]
         )

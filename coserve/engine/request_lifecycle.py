@@ -113,6 +113,8 @@ class RequestLifecycle:
         default_slo = self._default_slo.value
         asked_slo = slo or default_slo
         most = max(1, params.max_tokens)
+        # Batch work has one deadline: it bounds the first token, and spread over the tokens each of
+        # the others.
         if batch_due_s is not None:
             left_s = max(default_slo.ttft_s, batch_due_s - arrival_s)
             asked_slo = Slo(ttft_s=left_s, tpot_s=max(default_slo.tpot_s, left_s / most))
@@ -210,10 +212,10 @@ class RequestLifecycle:
             num_tokens[request.info.tenant] = num_tokens.get(request.info.tenant, 0) + 1
             emit(chunk)
             if ends_here and chunk.finish_reason is None:
-                chunk = request.end(
-                    "stop"
-                )  # a chunk of its own: the token before is part of the text
+                # A chunk of its own: the token before is part of the text.
+                chunk = request.end("stop")
                 emit(chunk)
+            # Batch work is not latency-bound, so its times say nothing about headroom.
             if (
                 request.num_output <= 1 or chunk.finish_reason is not None
             ) and not request.is_batch:
@@ -243,6 +245,7 @@ class RequestLifecycle:
         ended.
         """
         if request.num_output <= 1:
+            # Time that was spent on jobs is not the request's own need.
             ttft_s = now_s - request.info.arrival_s - sum(request.taken_before)
             self.headroom.add_first_token(now_s, ttft_s / request.info.ttft_s)
         elif request.finish_reason is not None and request.first_token_s is not None:
@@ -255,6 +258,7 @@ class RequestLifecycle:
         """Give back everything that a request holds, which is over."""
         if (closed := self._queue.remove(request)) is not None:
             self._send(closed)
+        # All samples of a request share its grammar.
         if request.request not in self._queue:
             self._grammars.close(request.request)
         if request.version is not None:

@@ -72,6 +72,7 @@ class BlockImports:
             first = sequence.length // self._block_tokens
             pages = tuple(sequence.pages[first : first + len(places)])
             self._send(ImportPages(self._blocks[request].path, pages, tuple(places)))
+            # Filled at once in the books: the import precedes any step that reads these pages.
             sequence.fill(len(places))
 
     def _places(self, request: str, num_known: int, num_tokens: int) -> range:
@@ -81,8 +82,10 @@ class BlockImports:
         blocks = self._blocks.get(request)
         if blocks is None:
             return range(0)
+        # Indices in the file: from the first unknown block to the last one before the last token.
         start = num_known // self._block_tokens - blocks.first_block
         end = min(blocks.num_blocks, (num_tokens - 1) // self._block_tokens - blocks.first_block)
+        # A negative start means a gap: the file begins after the blocks that are known here.
         return range(start, end) if start >= 0 else range(0)
 
     def check_integrity(self, waiting: set[str]) -> None:
@@ -138,6 +141,7 @@ class RequestQueue:
         """Return whether a request beside which no job may have a step runs, or is one of those to
         be admitted.
         """
+        # Only requests of batch work can exclude jobs.
         if not self._num_batch:
             return False
         begin = [self.waiting[id] for id in admitted if id in self.waiting]
@@ -194,6 +198,7 @@ class RequestQueue:
         """
         members = self._members.get(name)
         return (
+            # Only the sample with index 0 runs the prompt; the others share its blocks.
             members[0]
             if members and members[0].id in self.waiting and not members[0].index
             else None
@@ -244,6 +249,7 @@ class RequestQueue:
         """
         for request in self.waiting.values():
             request.note_model_changes(number)
+            # A request that scores its prompt has no keys, since all of its rows must run.
             if not request.scores_prompt:
                 self._keys[request.id] = self._cache.prefixes.keys(
                     request.prefix_owner, request.tokens
@@ -259,6 +265,7 @@ class RequestQueue:
             there are too few pages.
         """
         keys = self._keys[request.id]
+        # `open` marks the known blocks as used, so that reserving pages cannot evict them.
         sequence = self._cache.open(keys, len(request.tokens))
         num_rows = len(request.tokens) - sequence.length
         if sequence.num_pages_missing(num_rows) > self._cache.num_available:
@@ -266,10 +273,11 @@ class RequestQueue:
             return None
         opened = request.open(sequence)
         sequence.reserve(num_rows)
-        # After the pages are reserved, for which its own blocks may have been evicted.
+        # Only after `reserve`, which may evict the request's own blocks to the host.
         self._swap.bring_back(sequence, keys, len(request.tokens))
         self._imports.bring_in(request.id, sequence, len(request.tokens))
         self._stop_waiting(request)
+        # A request that comes back after a preemption has been charged for its prompt already.
         if not request.num_preemptions:
             self._counters.charge(request.info.tenant, prompt=len(request.prompt))
         self.running[request.id] = request
@@ -285,6 +293,7 @@ class RequestQueue:
         if request is None or request.sequence is None:
             return None
         sequence = request.sequence
+        # The view's numbers may be out of date, as after an eviction for an earlier admission.
         start, num_rows = sequence.length, planned.rows
         if num_rows > len(request.tokens) - start:
             num_rows = len(request.tokens) - start
@@ -307,9 +316,11 @@ class RequestQueue:
         request.num_preemptions += 1
         self.num_preemptions += 1
         del self.running[request.id]
+        # At the head: dicts keep the order of insertion.
         others, self.waiting = self.waiting, {}
         self._wait(request)
         self.waiting |= others
+        # After `_wait`, which computes the keys of the blocks.
         self._swap.keep(request.id, self._keys[request.id], num_tokens)
         return closed
 

@@ -92,6 +92,7 @@ class AdapterVersions:
     ) -> AdapterVersion:
         """Make a version the newest of its name. transient: it is replaced by the next one."""
         versions = self._versions.setdefault(name, {})
+        # Replaced: the last transient version, and any of the same step.
         for old in [
             version
             for version in versions.values()
@@ -177,6 +178,7 @@ class AdapterVersions:
 
     def hold(self, version: AdapterVersion) -> None:
         """Count one more reader."""
+        # Reinserted at the end, since the order of the dict is that of last use.
         self._readers[version.key] = self._readers.pop(version.key) + 1
         self.being_read.add(version.key)
 
@@ -186,6 +188,7 @@ class AdapterVersions:
         self._readers[version.key] -= 1
         if not self._readers[version.key]:
             self.being_read.discard(version.key)
+        # The last reader of a version that was unloaded or superseded.
         if (
             not self._readers[version.key]
             and self._versions.get(version.name, {}).get(version.step) != version
@@ -200,6 +203,7 @@ class AdapterVersions:
             AdapterError: there is no such name.
         """
         if name not in self._versions:
+            # Raises the error, which lists the names that exist.
             self.resolve(name)
         for version in self._versions.pop(name).values():
             self._forget(version)
@@ -414,6 +418,7 @@ class ServedAdapters:
             ) is not None:
                 self._away[version.key] = version
                 self._log.send(SwapOutTensors(version=version.key, slots=slots))
+        # The state after these swaps, so that only a later change leads to another attempt.
         self._tried_at = self._state
         if idle:
             self._log.flush()  # at once: they are large

@@ -61,6 +61,7 @@ def prepare_plan(
     Raises:
         PolicyError: the plan can never run.
     """
+    # Pages are given back (preemptions, drops) before any are taken (admissions, rows, packs).
     for id in plan.preempt:
         if (request := requests.running.get(id)) is not None:
             send(requests.preempt(request))
@@ -69,6 +70,7 @@ def prepare_plan(
             jobs.drop(jobs[job_id])
     for id in plan.admit:
         request = requests.waiting.get(id)
+        # Not an error: plans are made from a view, in which a request may still seem free to start.
         if (
             request is None
             or not requests.may_start(request)
@@ -77,7 +79,9 @@ def prepare_plan(
             continue
         if (opened := requests.admit(request)) is not None:
             send(opened)
+    # After the admissions, whose rows are among these.
     reserved = {rows.item: requests.reserve(rows) for rows in plan.rows if rows.kind != "window"}
+    # Packs come last: they get the pages that requests leave.
     for job_id in plan.begin:
         if job_id in jobs:
             jobs.begin(job_id)
@@ -114,6 +118,7 @@ def _runnable(
         ]
     )
     updates = tuple([job for job in plan.updates if job in jobs and jobs[job].update_due])
+    # A partition is pointless if either side has lost all of its work.
     has_sides = plan.partition is None or (rows and (losses or tasklets))
     is_same = (
         rows == plan.rows
@@ -154,6 +159,7 @@ def _runs_whole(
         return False
     for rows in plan.rows:
         if rows.kind != "window":
+            # `reserve` returns the very same object where rows are as planned.
             if reserved[rows.item] is not rows:
                 return False
         elif not _may_run(jobs, rows.item, rows.rows):
@@ -178,6 +184,7 @@ def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None
 
 
 def _limited(job: Job, piece: Piece) -> Piece:
+    # Pieces halve after the device ran out of memory (`MemoryFailures`).
     """Return a piece of a job with no more rows than its memory failures allow."""
     num_rows = job.progress.memory_failures.limit(piece.rows)
     return piece if num_rows == piece.rows else structs.replace(piece, rows=num_rows)
@@ -260,6 +267,7 @@ def update_latency_model(
         _observe_sides(latency, plan.partition, plan, result, worth_s, joined.values())
     else:
         _observe_forward_and_loss(corrections, plan, result)
+    # What ran beside the forward pass was compared in `_observe_sides`; this is the rest.
     after_s = planned.backward_s * (run - beside)
     for (section, _), num_rows in joined.items():
         # Waiting for weights is no work.
@@ -271,6 +279,7 @@ def update_latency_model(
         corrections.observe(
             "update", number, False, predicted_s=planned.update_s, measured_s=result.update_s
         )
+    # The time of a step outside the device's sections: planning, messages, results.
     latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
     # No plan counts copies, and waiting for them: they teach nothing about what it does count.
     waited_s = result.copy_s + result.weights_wait_s
@@ -319,6 +328,7 @@ def _observe_sides(
     # A tasklet that is under way when the forward pass ends ends on the whole device.
     whole_s = max(0.0, result.beside_s - result.forward_s) if result.num_beside else 0.0
     if result.beside_s > whole_s:
+        # What the divided device did, over the time for which it was divided.
         reached = (beside_s - whole_s) / (result.beside_s - whole_s)
         for rows in joined:
             latency.sharing.observe(partition, "backward", rows, measured=reached)
@@ -329,6 +339,7 @@ def _joined_rows(plan: Plan, models: Mapping[str, str]) -> list[tuple[str, int]]
     num_rows_of: dict[int | str, int] = {}
     sections: dict[int | str, str] = {}
     for part in plan.tasklets:
+        # Tasklets without a group run by themselves, under their job's id.
         group = part.job if part.group is None else part.group
         num_rows_of[group] = num_rows_of.get(group, 0) + part.rows
         sections[group] = tasklet_section(models.get(part.job, ""))
@@ -359,6 +370,7 @@ def check_plan(plan: Plan, jobs: Mapping[str, Job], policy: str, *, num_units: i
         PolicyError: an item has two pieces of one kind, an empty one, or one for a phase that its
             job is not in; or the device does not have as many units as the partition.
     """
+    # With at most one piece of each kind, nothing can be planned twice.
     if max(len(plan.rows), len(plan.losses), len(plan.tasklets), len(plan.updates)) > 1:
         _check_once(
             policy, "rows of request", [rows.item for rows in plan.rows if rows.kind != "window"]

@@ -111,8 +111,10 @@ class StepLoop:
         """
         if self._step is not None:  # the caller was interrupted before it could finish
             self.finish()
+        # A replay may close running requests, so it comes before the plan is made.
         self._log.replay()
         self._jobs.catch_up()
+        # After `catch_up`, which may apply other nodes' contributions and so change the weights.
         self._note_model_changes()
         self._bring_back_adapters()
         started_s = self._device.clock.now()
@@ -126,10 +128,12 @@ class StepLoop:
         if plan.runs_nothing:
             self._log.flush()
             return False
+        # The log's head is read last: preparing the plan has appended commands of this very step.
         batch = build_batch(self.num_steps, plan, self._requests, self._jobs, self._log.head())
         self._step = _Begun(view, plan, batch, started_s)
         try:
             self._log.submit(batch)
+        # Ctrl-C included: the device may have begun the step or not.
         except BaseException as error:
             self._step = None
             self._forget(batch, error)
@@ -139,12 +143,14 @@ class StepLoop:
     def finish(self) -> None:
         """Wait for the device, and apply the result of the step, if there is one."""
         if self._step is not None:
+            # Cleared first, so that an interruption below never books the same step twice.
             step, self._step = self._step, None
             try:
                 result = self._log.collect()
             except BaseException as error:
                 self._forget(step.batch, error)
                 raise
+            # An error here leaves the result applied in part, so what the step touched is given up.
             try:
                 self._book(step, result)
             except BaseException as error:
@@ -168,7 +174,7 @@ class StepLoop:
         """Give up a step of which it is not known how much has run, or how much of it was applied;
         its commands are not lost (`CommandLog`).
         """
-        # pages may not have joined, and tokens that nobody has heard of may count as used
+        # The device may have written pages and counted sampled tokens that the books do not have.
         self._close_running()
         self._jobs.lifecycle.abandon(batch, error)
 
@@ -219,6 +225,7 @@ class StepLoop:
         A pack may fail to begin although enough pages are there, when they are not side by side.
         Then the policy plans again without that job: it had given it rows, which others can use.
         """
+        # Jobs whose packs could not begin. Each round adds one at least, so the loop ends.
         failed: frozenset[str] = frozenset()
         while True:
             view = self._view(now_s, without=failed)
@@ -235,6 +242,7 @@ class StepLoop:
             if not planned.begin:
                 return view, plan
             begun = [self._jobs[job] for job in planned.begin if job in self._jobs]
+            # The policy wanted these to begin, and they still have no pack.
             new = frozenset([job.id for job in begun if not job.has_pack]) - failed
             if not new:
                 return view, plan
@@ -246,6 +254,7 @@ class StepLoop:
         """
         if not (view.jobs and self._requests.excludes_jobs()):
             planned = self.policy.plan(view, self._latency)
+            # The plan may itself admit such a request, beside which no job may have a step.
             if not (view.jobs and self._requests.excludes_jobs(planned.admit)):
                 return view, planned
         # No job has a step, but packs in memory make room for requests as they otherwise do.
@@ -255,6 +264,7 @@ class StepLoop:
             if packs
             else ()
         )
+        # The second plan may count on the pages that these drops free.
         num_pages = sum([job.num_pages for job in packs if job.id in drop])
         view = msgspec.structs.replace(
             view, jobs=(), num_free_pages=view.num_free_pages + num_pages
@@ -270,7 +280,8 @@ class StepLoop:
             self._log.execute(MovePages(tuple(targets), tuple(targets.values())))
         except DeviceMemoryError:
             return False
-        except BaseException:  # they will be moved, or are; here they are where they were
+        except BaseException:
+            # The device has moved them or will (the log), while the books have the old pages.
             self._close_running()
             raise
         for request in self._requests.running.values():
@@ -285,6 +296,7 @@ class StepLoop:
         if self._requests.has_batch:
             batch = self._requests.running_progress(is_batch=True)
             batch_waiting = self._requests.waiting_progress(is_batch=True)
+        # Policies without a rule for batch work get it among all other requests.
         if not self._policy.serves_batch:
             requests += batch
             batch = ()
@@ -323,14 +335,17 @@ class StepLoop:
     def _apply(self, step: _Begun, result: StepResult, now_s: float) -> None:
         plan, batch, started_s = step.plan, step.batch, step.started_s
         self.num_steps += 1
+        # A placement without pages moves an optimizer's moments out of the pool.
         have_left = any(
             isinstance(each, PlaceOptimizer) and not each.num_pages for each in batch.commands
         )
         self._swap.note_step(result.copy_s, result.weights_room_s, have_left=have_left)
+        # A step that ran out of memory halves the limit; each good step gives 1/64 of it back.
         self._max_step_rows = min(
             self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64
         )
         parameters = [self._jobs[job_id].costs.counts.num_parameters for job_id in plan.updates]
+        # Tasklets of different models have corrections of their own.
         models = (
             {part.job: self._jobs[part.job].costs.counts.model for part in plan.tasklets}
             if plan.tasklets
@@ -342,10 +357,12 @@ class StepLoop:
         taken = taken_of(plan, step_s=result.seconds - result.copy_s, forward_s=result.forward_s)
         self._request_lifecycle.taken_time.add(taken, started_s=started_s, ended_s=now_s)
         self._request_lifecycle.headroom.add_step(plan, taken, started_s=started_s, ended_s=now_s)
+        # Before the results are applied: requests that end in this step must be charged, too.
         self._charges.note_step(batch, result, started_s=started_s, now_s=now_s)
         if batch.requests:
             self._request_lifecycle.apply(batch, result, started_s=started_s, now_s=now_s)
         self._jobs.apply(batch, result, started_s=started_s, now_s=now_s)
+        # Optimizer steps in `apply` may have changed the weights that waiting requests will read.
         self._note_model_changes()
         self._calibration.follow_steps(self.num_steps)
 
@@ -379,12 +396,13 @@ class StepLoop:
         assert result.failure is not None
         if not self._jobs.recover(batch, result, now_s):
             self._recover_requests(batch, result.failure.message)
-        # Blocks that have run have changed their states, and no row may run twice.
+        # Layers that ran before the failure have advanced their states: no row may run twice.
         if self._pages.cache.num_state_pages:
             self._close_running()
 
     def _recover_requests(self, batch: StepBatch, reason: str) -> None:
         num_rows = sum(len(rows.tokens) for rows in batch.requests)
+        # Retry with half the rows; a single row cannot be halved, so its request fails.
         if num_rows > 1:
             self._max_step_rows = num_rows // 2
             return

@@ -88,6 +88,7 @@ def tenant_seconds(
             tenant = jobs[job].tenant
             tenant_s[tenant] = tenant_s.get(tenant, 0.0) + sum(seconds.values())
     counted_s = sum(tenant_s.values())
+    # Scaled so that the charges add up to the whole step, with what no section counts.
     times = step_s / counted_s if counted_s > 0 else 0.0
     return {tenant: times * seconds for tenant, seconds in tenant_s.items()}
 

@@ -72,6 +72,7 @@ class Answers:
         """
         if job.id in self._rounds:
             return
+        # A live job's newest version answers; otherwise one is published for these questions alone.
         own = None if job.config.live else f"{job.name}@answers"
         if own is not None:
             self._adapters.publish(
@@ -91,6 +92,7 @@ class Answers:
             self._asked[name] = job, index
             try:
                 self._add(name, question.prompt, params, own or job.name, job.tenant)
+            # A question that cannot be asked counts as wrong; it must not fail the job.
             except (RequestError, AdapterError) as error:
                 del self._asked[name]
                 self._close(job, index, str(error))

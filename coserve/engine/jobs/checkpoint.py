@@ -121,6 +121,7 @@ class DeviceCopy:
         """
         self.id = copy
         self._device = device
+        # Not at exit: the device goes with the process, and the log may be gone.
         weakref.finalize(self, send, DropCheckpoint(copy)).atexit = False
 
     def write(self, directory: Path) -> None:
@@ -145,6 +146,7 @@ class Checkpoint:
             DiskFullError: there is no room.
         """
         parent = Path(parent)
+        # Written under another name and renamed, so that an interrupted write leaves no checkpoint.
         part = parent / f".part-{uuid4().hex}"
         try:
             part.mkdir(parents=True)
@@ -226,6 +228,7 @@ def _move(part: Path, wanted: Path) -> Path:
     while True:
         directory = wanted if not number else wanted.with_name(f"{wanted.name}-{number}")
         number += 1
+        # Checked since renaming onto an empty directory would succeed.
         if directory.exists():
             continue
         part.rename(directory)

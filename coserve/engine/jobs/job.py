@@ -323,6 +323,7 @@ class Job:
         """
         before = self.progress
         num_bad_steps = 0 if norm is not None else before.num_bad_steps + 1
+        # A job whose every step was skipped has trained nothing, and fails before the limit.
         never = before.num_steps_done + 1 == self.order.num_steps == num_bad_steps
         error = None
         if never or num_bad_steps == _MAX_BAD_STEPS:

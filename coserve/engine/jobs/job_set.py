@@ -42,21 +42,26 @@ class ServedRows:
             jobs: All running jobs.
             working: Ids of those that have work.
         """
-        if len(jobs) == 1:  # nobody stands before it, nor after it
+        if len(jobs) == 1:  # a single job takes no turns
             (job,) = jobs
             lift = self._lifts.get(job.id, 0.0)
             self._lifts, self._working = {job.id: lift}, frozenset(working)
             return {job.id: job.num_rows_run + lift}
+        # Only jobs that were running at the last call have a lift; all others are new or resumed.
         served = {
             job.id: job.num_rows_run + self._lifts[job.id] for job in jobs if job.id in self._lifts
         }
+        # Jobs with work then and now set the level; an idle one would hold it down.
         others = [served[id] for id in working if id in served and id in self._working]
         least = min(others, default=None)
         for job in jobs:
             if job.id not in served:
+                # New or resumed: the job starts level.
                 served[job.id] = job.num_rows_run if least is None else least
+            # Back after a time without work: the job is lifted to the level, and never lowered.
             elif least is not None and job.id in working and job.id not in self._working:
                 served[job.id] = max(served[job.id], least)
+        # Rebuilt from running jobs alone, so a paused job loses its lift and is new when resumed.
         self._lifts = {job.id: served[job.id] - job.num_rows_run for job in jobs}
         self._working = frozenset(working)
         return served
@@ -211,6 +216,7 @@ class JobSet(Mapping[str, Job]):
             groups.append(others)
         if not groups:
             return ()
+        # One group for each turn of the step loop.
         chosen = groups[self._num_turns % len(groups)]
         return tuple([each for each in views if each.id in chosen])
 
@@ -232,12 +238,14 @@ class JobSet(Mapping[str, Job]):
         optimizer goes to the host, or stays.
         """
         job = self._living(job_id)
+        # Before the status changes: a paused job has no view, and its pack would always be dropped.
         if job.has_pack:
             self._memory.put_pack_away(job)
         job.set_status("paused")
         self._counters.leave(job.tenant, job.queue_item)
         self._answers.cancel(job)
         self._memory.put_moments_away(job)
+        # At once, since no step may follow.
         self._log.flush()
 
     def resume(self, job_id: str) -> None:
@@ -260,7 +268,9 @@ class JobSet(Mapping[str, Job]):
         job = self.find(job_id)
         if not job.is_terminal:
             raise JobError(f"job {job_id!r} is {job.state}: cancel it first")
+        # If the end was interrupted, what the job holds is given back first.
         self.lifecycle.follow_end(job)
+        # The engine's totals outlive the job.
         self._num_tokens_forgotten += job.num_tokens_trained
         self._num_drops_forgotten += job.progress.num_drops
         del self._jobs[job_id]
@@ -300,6 +310,7 @@ class JobSet(Mapping[str, Job]):
                 self.lifecycle.hold_back(job, str(error))
         if job.optimizer_away:
             return
+        # Moments exist from the first step on; those that need pages get them before a step.
         if job.progress.stage == "after_step" or (
             job.update_due and not self._memory.has_moments(job)
         ):
@@ -312,6 +323,7 @@ class JobSet(Mapping[str, Job]):
         False if it cannot be had now.
         """
         job = self._jobs[job_id]
+        # Held meanwhile: making room for the pack must not take the moments that it needs.
         self._memory.hold_moments(job, for_pack=True)
         try:
             return self._memory.begin_pack(job, self._jobs.values())

@@ -80,8 +80,10 @@ class JobLifecycle:
         for job_id, group in joined_jobs(batch, result).items() if batch.tasklets else ():
             jobs[job_id].set_joined(group)
         self.window_use.add(result)
+        # These jobs' weights can no longer be read from their files.
         for job_id, message in result.broken.items():
             self.end(jobs[job_id], "failed", message)
+        # Before packs are finished: counting rows needs the pack in memory.
         for job_id in largest_pieces(batch):
             job = jobs[job_id]
             if not job.is_terminal:
@@ -118,6 +120,7 @@ class JobLifecycle:
         """Give up a step that the device failed in, or that was not applied completely: its packs,
         and its updates that were not booked, are in an unknown state. All else is as it was.
         """
+        # A step that is still due was not booked, and may have changed some of the parameters.
         for update in batch.updates:
             if (job := self._jobs[update.job]).update_due:
                 self.end(job, "failed", f"the device failed within an optimizer step: {error!r}")
@@ -139,6 +142,7 @@ class JobLifecycle:
         if job.exchange is not None:
             self._contribute(job)
             self._combine(job)
+        # Versions and evaluations wait for the combination, which is still to change the values.
         waits = job.exchange is not None and job.exchange.is_waiting
         if job.progress.stage == "after_step" and not job.is_terminal and not waits:
             self._follow_update(job)
@@ -174,7 +178,7 @@ class JobLifecycle:
         step, config = job.num_steps_done, job.config
         last = step == job.order.num_steps
         if job.exchange is not None and not job.exchange.holds_what_all_hold(step):
-            pass  # nobody else has what it has now: that has no name
+            pass  # values that only this node has are not published
         elif config.live:
             self._publish(job, transient=not last)
         elif last or (config.publish_every_steps and step % config.publish_every_steps == 0):
@@ -258,6 +262,7 @@ class JobLifecycle:
         """
         exchange = job.exchange
         assert exchange is not None
+        # Booked before it is taken, so that a repeated call takes the same copy.
         if (copy := exchange.taking) is None:
             copy = self._copies.new(job.id)
             job.set_exchange(replace(exchange, taking=copy))
@@ -291,6 +296,7 @@ class JobLifecycle:
         exchange = job.exchange
         assert exchange is not None
         gives_gradients, meets = exchange.shard.gives_gradients, exchange.meets
+        # A live job publishes the state that all nodes have in common, before the rest is applied.
         if not gives_gradients and combination.version is not None and not meets:
             exchange = self._take_in(job, combination.num_in_version)
             if job.config.live and exchange.num_combined == combination.num_in_version:
@@ -300,6 +306,7 @@ class JobLifecycle:
         common = exchange.common
         if not gives_gradients and meets:
             # Before the end: without memory for it all this comes again.
+            # Only the first node writes checkpoints, so only that one keeps a copy.
             common = (
                 self._copies.checkpoint(job.id, job.position())
                 if exchange.shard.index == 0
@@ -400,6 +407,7 @@ def shares_of_time(batch: StepBatch, result: StepResult) -> dict[str, dict[str, 
     # Time beside the forward pass counts as the kind of work that most of it is.
     loss_s, backward_s = (0.0, result.beside_s) if batch.tasklets else (result.beside_s, 0.0)
     if batch.windows:
+        # Rows of requests bear their share of the forward pass, which no job is charged for.
         num_others = sum([len(rows.tokens) for rows in batch.requests])
         num_rows = [(piece.job, piece.num_rows) for piece in batch.windows]
         _share(shares, "forward_s", num_rows, result.forward_s, num_others)
@@ -424,6 +432,7 @@ def _share(
     others: int = 0,
 ) -> None:
     """Divide a section's seconds among its jobs by their rows. others: rows of no job."""
+    # At least 1: possibly no tasklet has run.
     whole = max(1, others + sum([number for _, number in num_rows]))
     for job, number in num_rows:
         shares.setdefault(job, {})[name] = seconds * number / whole

@@ -69,6 +69,7 @@ class JobMemory:
             DeviceMemoryError: there is no memory beside the pages; nothing is allocated.
         """
         other_model, pack = job.costs.other, job.next_pack
+        # Sizes as they were on the host, where a pack may have released groups already.
         if pack is None or _waits_for_another(job, others):
             return False
         needs, away, measures = job.pack_needs, job.progress.swapped, job.progress.measures
@@ -83,6 +84,7 @@ class JobMemory:
         try:
             pages = self._pages.take_pack(sizes, num_parts, window, self._moments_need(job))
             if away is not None:
+                # The pack's bytes come first; `MovePack` then binds its tensors to these pages.
                 self._log.execute(self._swap.command_to_bring_back_pack(job.id, pages.pages))
             self._log.execute(needs.command_to_begin(pack, pages, measures=measures, away=away))
             job.begin_pack(pages)
@@ -90,9 +92,10 @@ class JobMemory:
             # There are enough pages, but not side by side.
             if pages is None and isinstance(error, BudgetError):
                 return False
-            if pages is not None and job.progress.place is away:  # it was not booked
+            if pages is not None and job.progress.place is away:  # the pack was not booked
                 pages.release()
             raise
+        # Kept until here, so that an attempt that failed can be made again.
         self._swap.release_pack(job.id)
         return True
 
@@ -102,6 +105,7 @@ class JobMemory:
         """
         begun = job.progress.begun
         assert begun is not None
+        # Whether the copy pays depends on the rows that would be lost.
         seen = job.view(self._clock.now(), begun.pages.num_pages)
         if seen is not None and self._swap.keep_pack(seen, begun.pages.pages):
             job.swap_pack_out()
@@ -143,9 +147,12 @@ class JobMemory:
         costs = job.costs
         if job.is_terminal or job.id in self._optimizers.runs or not costs.optimizer_bytes:
             return
+        # Moments that need pages get them here only for a due step. Others get none where a window
+        # of weights has more use for the pages.
         if not job.update_due if costs.moments_need_pages else costs.other is not None:
             return
         num_pack_pages = 0
+        # Moments that could lie elsewhere leave room for a pack of full size.
         if not costs.moments_need_pages:
             rows = job.config.pack_tokens
             num_pack_pages = sum(
@@ -163,9 +170,11 @@ class JobMemory:
         move them beside the pool.
         """
         if (slots := self._slots_for_moments(job)) is not None:
+            # Booked first: the command stays in the log until the device has done it.
             job.set_optimizer_away(True)
             self._log.send(SwapOutTensors(job=job.id, slots=slots))
             self._optimizers.release(job.id)
+        # Not swapped out: they lie beside the pool while the job is paused.
         if job.id in self._optimizers.runs:
             self._optimizers.withdraw(job.id)
 
@@ -175,6 +184,7 @@ class JobMemory:
         Raises:
             DeviceMemoryError: there is no room; they stay on the host.
         """
+        # Pages first, if there are any, so that the moments come back to where they stay.
         self.place_moments(job)
         try:
             self._log.execute(SwapInTensors(job=job.id, slots=self._swap.tensor_slots(_owner(job))))
@@ -211,6 +221,7 @@ class JobMemory:
         job.set_optimizer_away(False)
         self._swap.release_tensors(_owner(job))
         self._optimizers.release(job.id)
+        # The window of weights goes with the last job on another model.
         if not any(other.costs.other and not other.is_terminal for other in others):
             self._pages.window.clear()
 

@@ -80,8 +80,8 @@ class JobOpener:
         if not examples:
             raise JobError("a job needs examples")
         check_adapter_name(name, others.values(), self._adapters.versions)
-        # Only a fresh adapter of the device's model is sure to have its vocabulary: others are
-        # known when opened.
+        # Only a fresh adapter of the served model surely has its vocabulary; that of others is
+        # reported when the trainer opens.
         is_checked = not model and checkpoint is None and not isinstance(adapter, str)
         if is_checked:
             check_examples([*examples, *validation], self._device.info)
@@ -89,7 +89,7 @@ class JobOpener:
         path = trainable_model_path(model, self._trainable_models)
         if checkpoint is None and adapter is None:
             raise JobError("a job needs an adapter to begin with, or a checkpoint to resume from")
-        # A sequence's rows see half of it on the average.
+        # A sequence's rows see half of it on average: the sum of length**2 / 2 over all tokens.
         num_pairs = sum(length**2 for each in examples for length in each.lengths)
         version = None
         if checkpoint is None:
@@ -105,6 +105,7 @@ class JobOpener:
             shard=shard,
         )
         position = None if checkpoint is None else read_position(checkpoint)
+        # The trainer copies the version's values, so they must be on the device.
         if trainer.version is not None:
             self._adapters.bring_back(trainer.version)
         questions = _questions(validation, config, model)
@@ -132,6 +133,7 @@ class JobOpener:
             )
             if position is not None:
                 job.resume(position)
+        # Interruptions included: the device may hold a trainer for a job that will not exist.
         except BaseException:
             self._log.send(DropTrainer(job_id))
             with suppress(DeviceGoneError):
@@ -253,6 +255,8 @@ def with_pack_size(
     def num_pages(num_rows: int) -> int:
         return sum(pages.num_pages(group_bytes(tensors, num_rows)) for tensors in costs.training)
 
+    # By default a pack takes half of the pool at most, so that requests keep the rest; it always
+    # holds the longest example.
     if config.max_pack_tokens is None:
         rows = config.pack_tokens
         while rows > longest and num_pages(rows) > num_all // 2:

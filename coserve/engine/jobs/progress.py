@@ -66,6 +66,7 @@ class MemoryFailures(msgspec.Struct, frozen=True, gc=False):
         max_rows = self.max_rows if num_rows is None else max(1, self.limit(num_rows) // 2)
         return replace(
             self,
+            # 1, 2, 4, … turns: the exponent is the number of failures before this one.
             num_turns=1 << self.num_in_a_row,
             num_in_a_row=self.num_in_a_row + 1,
             max_rows=max_rows,
@@ -156,6 +157,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         """Take a combination that has come, this node's own contribution among it; again after an
         interruption.
         """
+        # Repeated after an interruption: contributions that the device has applied stay counted.
         if self.combination is not None:
             return replace(self, combination=combination)
         return replace(self, taking=None, num_before=self.num_taken_in, combination=combination)
@@ -261,6 +263,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         exchange = self.exchange
         if exchange is None or exchange.is_waiting or self.is_terminal:
             return False
+        # Gradients are due before the optimizer step, progress after it.
         if exchange.shard.gives_gradients:
             return self.has_trained and exchange.num_trained is None
         return self.stage == "after_step" and exchange.contributes_after(self.num_steps_done)
@@ -278,6 +281,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         """Return the optimizer steps that a checkpoint would have now; None: there cannot be one
         yet.
         """
+        # With shared gradients all nodes hold the same values, so any step can be kept.
         if self.exchange is None or self.exchange.shard.gives_gradients:
             return self.num_steps_done
         return (
@@ -312,6 +316,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
             num_bad_steps=position.num_bad_steps,
             best=position.best,
         )
+        # After no step nothing is due: the job begins as a new one does.
         if not position.num_steps_done:
             return resumed
         exchange = (
@@ -327,6 +332,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     def after_begin(self, begun: BegunPack) -> Self:
         """Have the next pack in memory, from its beginning or back from the host."""
+        # A pack from the host keeps its count; a restarted one begins at zero.
         num_rows_counted = 0.0 if self.swapped is None else self.num_rows_counted
         return replace(self, place=begun, num_rows_counted=num_rows_counted)
 
@@ -373,6 +379,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
         is_measured = self.stage == "evaluation"
         total, num_tokens = self.sums, self.num_tokens_trained
         if not pack.is_reference:
+            # Copied, since states are immutable and earlier ones hold the same dict.
             total = with_fields(total, metrics=dict(total.metrics))
             total.add(
                 LossSums(
@@ -412,6 +419,7 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
             num_bad_steps=0 if was_finite else self.num_bad_steps + 1,
             sums=LossSums(),
             error=error,
+            # Combined gradients are spent with the step.
             exchange=None if exchange is None else replace(exchange, num_trained=None),
         )
 
