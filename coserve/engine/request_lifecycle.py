@@ -113,8 +113,8 @@ class RequestLifecycle:
         default_slo = self._default_slo.value
         asked_slo = slo or default_slo
         most = max(1, params.max_tokens)
-        # Batch work has one deadline: it bounds the first token, and spread over the tokens each of
-        # the others.
+        # Batch work has one deadline, which bounds its first token; divided by the tokens it bounds
+        # the time of the others.
         if batch_due_s is not None:
             left_s = max(default_slo.ttft_s, batch_due_s - arrival_s)
             asked_slo = Slo(ttft_s=left_s, tpot_s=max(default_slo.tpot_s, left_s / most))

@@ -66,6 +66,7 @@ class PlanBuilder:
         self._losses: list[PlannedLoss] = []
         self._tasklets: list[PlannedTasklets] = []
         self._updates: list[str] = []
+        # Sums over decoding requests, for `Prediction.decode_share`.
         self._decode_share, self._num_decoding, self._paces = 0.0, 0, 0.0
         self._loss_rows = 0
 
@@ -141,6 +142,7 @@ class PlanBuilder:
         ]
         self._time.forward_s = self._latency.forward_s(self._load)
         self._num_decoding += len(requests)
+        # Mean over the requests of the time of a decode step divided by their TPOT.
         self._decode_share = (
             (self._time.overhead_s + self._time.forward_s) * self._paces / self._num_decoding
         )
@@ -181,8 +183,10 @@ class PlanBuilder:
                 if must
                 else min(longest, rows_of_tile(others))
             )
+            # No prompt overtakes the one before it.
             if not must and seconds(least) > budget_s:
                 return False
+            # A prompt that ends with this step may exceed the budget (`WHOLE_STRETCH`).
             ends = request.num_rows == longest and seconds(longest) <= stretch * budget_s
             rows = longest if ends else largest_that_fits(least, longest, seconds, budget_s)
             self._load.add_request(request, rows)
@@ -225,6 +229,7 @@ class PlanBuilder:
         prompts = [each for each in requests if each.num_rows > 1]
         self.prefill(by_due(prompts), until_s, urgent=must)
         self._time.batch_s += self._time.forward_s - before_s
+        # Prompts of batch work count as batch work alone.
         self._time.prefill_s = prefill_s
 
     def divide(self, jobs: Sequence[JobProgress], until_s: float) -> None:
@@ -248,8 +253,10 @@ class PlanBuilder:
         if division is None:
             return
         _, forward_speed, backward_speed = division
+        # What the job has left: the rest of its current part, then whole parts.
         left_s = self._latency.tasklet_s(job, job.num_rows_left)
         left_s += (job.num_parts_left - 1) * self._latency.tasklet_s(job, job.num_rows)
+        # Only if the tasklets last as long as the forward pass does on its side.
         if backward_speed * forward_s / forward_speed <= left_s:
             self._time.divide(*division)
 
@@ -286,6 +293,7 @@ class PlanBuilder:
                 break
             if job.phase == "update":
                 self._update(job, left_s)
+            # A divided step runs neither windows nor losses (see `divide`).
             elif job.phase == "forward" and self._time.partition is None:
                 if self._window(job, left_s, may_wait=job.waited_s < max_defer_s):
                     forward.add(tasks[job.id])
@@ -294,6 +302,7 @@ class PlanBuilder:
                 # served less.
                 if tasks[job.id] in forward and is_before_backward(job):
                     continue
+                # The first member's turn is that of its whole hybrid task.
                 if together := members.pop(tasks[job.id], None):
                     self._together(together, until_s, max_defer_s=max_defer_s)
         if least_share:
@@ -348,6 +357,7 @@ class PlanBuilder:
         oldest = max(jobs, key=lambda job: job.waited_s, default=None)
         if oldest is None or not oldest.waited_s or oldest.id in self.served_jobs:
             return
+        # Each of the jobs may claim as much, so together they stay within the share.
         if self.piece_s(oldest, MIN_WINDOW_ROWS) * len(jobs) <= least_share * oldest.waited_s:
             self._least(oldest)
 
@@ -406,7 +416,9 @@ class PlanBuilder:
             if job.phase == "backward":
                 going.append(job)
             elif self._loss(job, until_s - self.step_s, may_wait=job.waited_s < max_defer_s):
+                # The loss is complete with this piece, so tasklets can follow in the same step.
                 going.append(structs.replace(job, phase="backward", num_rows_left=job.num_rows))
+        # Batches of jobs at the same part, the least advanced first, until each job had its turn.
         while going:
             joined = least_advanced(going) if len(going) > 1 else going
             going = [job for job in going if job not in joined]
@@ -415,6 +427,7 @@ class PlanBuilder:
     def _backward(self, jobs: Sequence[JobProgress], left_s: float) -> None:
         if left_s <= 0:
             return
+        # The number of tasklets so far is a group number that no other batch has.
         joined = joined_tasklets(jobs, left_s, self._latency, group=len(self._tasklets))
         if joined is None and len(jobs) > 1:  # one alone may fit: the one that is least advanced
             alone = max(
@@ -436,6 +449,7 @@ class PlanBuilder:
         rows = largest_that_fits(least, longest, self._more_loss_s, left_s)
         if LOSS_ROWS_STEP < rows < longest:
             rows -= rows % LOSS_ROWS_STEP
+        # A small piece that costs too much per row waits for a step with more time.
         good = min(longest, GOOD_ROWS)
         if (
             may_wait
@@ -487,4 +501,5 @@ class PlanBuilder:
         self._latency.add_window(self._load, job, rows)
         self._rows.append(PlannedRows(job.id, "window", job.num_rows - job.num_rows_left, rows))
         before_s, self._time.forward_s = self._time.forward_s, self._latency.forward_s(self._load)
+        # Passes with windows have corrections of their own, so the time may even fall.
         self._time.window_s += max(0.0, self._time.forward_s - before_s)

@@ -53,6 +53,7 @@ class TokenCounters:
         """
         served = self._served.setdefault(tenant, 0.0)
         if not self._queued.get(tenant):
+            # Lifted to the least counter of those that queue, or else to that of the last to leave.
             queued = [self._served[each] for each, items in self._queued.items() if items]
             if queued:
                 served = max(served, min(queued))

@@ -41,6 +41,7 @@ def hybrid_tasks(
     packs = [job for job in jobs if job.phase in ("forward", "loss", "backward")]
     if len(packs) < 2:
         return {job.id: 0 for job in packs}
+    # Negative numbers, so that no hybrid task of several packs has the same.
     alone = {job.id: -1 - number for number, job in enumerate(packs) if job.info.counts.model}
     packs = sorted([job for job in packs if job.id not in alone], key=_num_rows)
     if len(packs) < 2:
@@ -50,6 +51,7 @@ def hybrid_tasks(
     for first, last in pairwise(
         latency.remember((max_rows, shapes), lambda: _cuts(shapes, latency, max_rows))
     ):
+        # The end index names the hybrid task: no other has the same.
         for job in packs[first:last]:
             tasks[job.id] = last
     return tasks
@@ -64,6 +66,7 @@ def _cuts(
     Args:
         shapes: Rows of each pack with the weight of a row, sorted by rows.
     """
+    # Running sums, so that those of any range of packs are differences.
     rows = [0, *accumulate([num_rows for num_rows, _ in shapes])]
     weighed = [0.0, *accumulate([num_rows * weight for num_rows, weight in shapes])]
     # best[m]: the least time of the first m jobs, and where their last hybrid task begins.
@@ -73,13 +76,16 @@ def _cuts(
         for first in range(last - 1, -1, -1):
             num_rows = rows[last] - rows[first]
             is_one = last - first == 1
+            # Even wider ranges have more rows still.
             if num_rows > max_rows and not is_one:
                 break
             seconds = latency.batch_s(num_rows, weighed[last] - weighed[first])
             total_s = best[first][0] + (seconds if is_one else latency.profile.joining * seconds)
+            # `<=`, since `first` falls: among equals the task with more packs wins.
             if total_s <= cheapest[0]:
                 cheapest = (total_s, first)
         best.append(cheapest)
+    # Read backward: each entry says where the last hybrid task begins.
     cuts = [len(shapes)]
     while cuts[-1]:
         cuts.append(best[cuts[-1]][1])
@@ -109,11 +115,13 @@ def joined_tasklets(
     now = [job for job in jobs if _parts_done(job) == fewest]
     rows = [job.num_rows_left for job in now]
     seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
+    # Halve all windows until one batch of them fits.
     while seconds > left_s and max(rows) > MIN_ROWS:
         rows = [min(each, max(MIN_ROWS, each // 2)) for each in rows]
         seconds = latency.tasklets_s(list(zip(now, rows, strict=True)))
     if seconds > left_s:
         return None
+    # Less than the rest of the part fits at once: as many equal batches as there is time for.
     if any(each < job.num_rows_left for job, each in zip(now, rows, strict=True)):
         most = min([job.num_rows_left // each for job, each in zip(now, rows, strict=True)])
         number = times(seconds, left_s, most)
@@ -140,6 +148,7 @@ def _tasklets_alone(
         number = times(first_s, left_s, job.num_rows_left // rows)
         return JoinedTasklets((PlannedTasklets(job.id, rows, number),), number * first_s, first_s)
     number, seconds, longest_s = 1, first_s, first_s
+    # The rest of the current part fits; whole parts follow.
     if job.num_parts_left > 1:
         part_s = latency.tasklet_s(job, job.num_rows)
         if num_more := times(part_s, left_s - first_s, job.num_parts_left - 1):
@@ -179,6 +188,7 @@ def _whole_parts(
             max(longest_s, turn_s),
             num_turns + number,
         )
+        # The time is up before the next cut.
         if number < end - turn:
             break
     counts = {job.id: max(0, min(num_turns, ends[job.id]) - first[job.id]) for job in jobs}

@@ -89,8 +89,10 @@ class ForwardLoad(msgspec.Struct, kw_only=True):
         self.rows += rows
         self.spans += 1
         self.keys += request.num_past + rows
+        # A row sees the past, and on average half of the rows that run with it.
         if rows > 1:
             self.pairs += rows * (request.num_past + rows / 2)
+        # A token is sampled only after the last row of the prompt.
         if rows == request.num_rows:
             self.sampled += 1
             self.drawn += request.info.draws
@@ -133,7 +135,7 @@ class LatencyModel:
         )
         self._loss, self._backward = profile.loss.table(), profile.backward.table()
         self.corrections, self.overhead = Corrections(), StepOverhead()
-        # For one job, what rows weigh beside the reference job's: (window rows, tasklets).
+        # Costs by job, relative to the reference job's (`_weigh`).
         self._weights: dict[JobCounts, tuple[float, float, float]] = {}
         self._remembered: dict[Hashable, tuple[int, ...]] = {}
 
@@ -189,6 +191,7 @@ class LatencyModel:
         """
 
         def seconds(number: int) -> float:
+            # A copy with a set of its own: the load itself must not grow.
             more = structs.replace(load, versions=set(load.versions))
             more.add_decodes(requests[:number])
             return self.forward_s(more)
@@ -208,7 +211,9 @@ class LatencyModel:
             load.pairs - load.window_pairs,
             0 if load.windows_apart else p.one_call.rows,
         )
+        # Everything that does not depend on the number of rows.
         raw_s = self._sum_s(load) - seconds_at(self._forward, others)
+        # Added if the prompt ends with this step, so that a token is sampled.
         whole_s = seconds_at(self._head, load.sampled + 1) - seconds_at(self._head, load.sampled)
         if info.draws:
             whole_s += seconds_at(self._sample, load.drawn + 1) - seconds_at(
@@ -291,6 +296,7 @@ class LatencyModel:
         """
         _, by_row, pair_s = self._weigh(job.info.counts)
         raw = (
+            # Computed as in `tasklets_s`, so that both round to the same number.
             seconds_at(self._backward, rows) * (rows * by_row) / rows
             + rows * job.mean_context_len * pair_s
         )
@@ -400,6 +406,7 @@ class LatencyModel:
         prompts are added; 0 for never.
         """
         one_call = self.profile.one_call
+        # Rows of requests must be among them, with few enough pairs of prompts.
         may = (
             not load.windows_apart
             and load.spans > load.windows

@@ -62,10 +62,12 @@ class MemoryPlan:
         if needed <= self.free:
             self.free -= needed
             return
+        # Batch work makes room before requests and packs do.
         self._preempt_batch(needed)
         for request in list(self.requests):
             self.claimant = request.info.tenant
             while request.id not in self.preempt and request.num_pages > self.free:
+                # The youngest may be this very request, which then makes room itself.
                 youngest = self._youngest()
                 spares = can_wait is not None and self._spares(
                     youngest, youngest.num_past, can_wait
@@ -74,6 +76,7 @@ class MemoryPlan:
                     self._preempt(youngest)
             if request.id not in self.preempt:
                 self.free -= request.num_pages
+                # Remembered, since they come back if the request is preempted later in this plan.
                 self._grown[request.id] = request.num_pages
 
     def admit_waiting(
@@ -82,6 +85,7 @@ class MemoryPlan:
         """Give waiting requests their pages, in this order (default: as they came), as long as
         whole prompts fit.
         """
+        # Requests that have just made room would take it back at once.
         if self._is_short:
             return
         for request in by_priority(self._view.waiting) if waiting is None else waiting:
@@ -91,12 +95,14 @@ class MemoryPlan:
                 continue
             # Running requests will need a page each, soon.
             needed = request.num_pages + len(self.requests)
+            # Batch work makes room only if that, with all packs, is enough.
             if self.free + self._given(self.batch) + self._given(self._packs()) >= needed:
                 self._preempt_batch(needed, slots=1)
             if needed > self.free:
                 if can_wait is not None and self._spares(request, request.num_rows, can_wait):
                     self.waits_for_pack = True
                     return
+                # Nobody overtakes a request that lacks pages.
                 if not self._reclaim(needed):
                     return
             self.free -= request.num_pages
@@ -126,6 +132,7 @@ class MemoryPlan:
 
     def _admit_batch(self, waiting: Iterable[RequestProgress]) -> None:
         """Give waiting batch work its pages and slots, as far as requests leave them."""
+        # Requests that lack pages or were preempted come before new batch work.
         if self.preempt or self._not_admitted():
             return
         num_held = self._num_batch_pages()
@@ -152,7 +159,9 @@ class MemoryPlan:
         """
         if len(self.requests) + num_batch >= self._view.max_requests:
             return False
+        # Pages that running requests and batch work will soon need.
         spare = SPARE_PAGES * len(self.requests) + num_batch
+        # One sequence may exceed the share; otherwise a long prompt could never run.
         fits = num_held + request.num_pages <= self._batch_pages or not num_batch
         return fits and request.num_pages + spare <= num_free
 
@@ -201,6 +210,7 @@ class MemoryPlan:
                 full.add(group)  # in turn: smaller packs would keep a large one waiting for good
                 continue
             seconds = pack_s(job) if pack_s is not None and self.requests else 0.0
+            # A pack that has waited very long is begun though it might be dropped.
             until_s = seconds if job.waited_s < MAX_PACK_WAITS * seconds else 0.0
             spare = self._growth(max(until_s, self._view.give_back_s))
             if job.num_pages + spare > self.free:
@@ -211,6 +221,7 @@ class MemoryPlan:
             self.free -= job.num_pages
             self.begin.append(job.id)
             self.jobs.append(structs.replace(job, phase=job.begins_at))
+        # Packs that have just begun were appended; they take their places in the order.
         if self.begin or jobs is not self._view.jobs:
             self.take_turns(jobs)
 
@@ -264,6 +275,7 @@ class MemoryPlan:
         """
         pages, block = 0, self._view.block_tokens
         for request in self.requests:
+            # Tokens within this time at the pace of the SLO.
             tokens = min(request.num_left, int(seconds / request.info.tpot_s) + 1)
             pages += max(min(SPARE_PAGES, -(-request.num_left // block)), -(-tokens // block))
         return pages
@@ -302,6 +314,7 @@ class MemoryPlan:
         """Return the request that was admitted last, among those of least priority that arrived
         last.
         """
+        # Reversed, since `max` returns the first of equals: that is the one admitted last.
         return max(
             reversed(self.requests),
             key=lambda running: (running.info.priority, running.info.arrival_s),
@@ -359,6 +372,7 @@ def rows_lost(job: JobProgress) -> float:
         return job.num_rows - job.num_rows_left
     if job.phase == "loss":
         return job.num_rows
+    # Parts done backward, the current one in proportion to its rows.
     parts_done = num_parts - job.num_parts_left + 1 - job.num_rows_left / job.num_rows
     return job.num_rows * (1 + max(0.0, parts_done) / num_parts)
 

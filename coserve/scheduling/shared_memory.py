@@ -132,6 +132,7 @@ class SharedMemoryPlan(MemoryPlan):
         victims: list[RequestProgress | JobProgress] = list(slot_victims)
         if not victims and num_pages <= self.free:
             return True
+        # Counted in copies first: nothing makes room unless that is enough.
         held, free = self._held(), self.free
         for each in slot_victims:
             free += self._num_given(each)
@@ -407,10 +408,12 @@ class SharedMemoryPlan(MemoryPlan):
         spare ones.
         """
         everyone = self.requests
+        # The base class then counts the claimant's requests alone.
         self.requests = [each for each in everyone if each.info.tenant == self.claimant]
         num_pages = super()._growth(seconds)
         num_others, self.requests = len(everyone) - len(self.requests), everyone
         held = self._held()
+        # A tenant below its share leaves others' growth to them.
         is_poor = self._wealth(held.get(self.claimant, 0), self.claimant) < sum(held.values())
         return num_pages + (0 if is_poor else SPARE_PAGES * num_others)
 

@@ -138,6 +138,7 @@ class SharingModel:
             alone = between(
                 share.rows, share.forward if side == "forward" else share.backward, rows
             )
+            # Equation 2 divided by equation 3: interference grows with the other side's units.
             self._measured[key] = alone / (1 + interference * other / self._sharing.num_units)
         return self._measured[key]
 
@@ -183,6 +184,7 @@ class SharingModel:
         right = believed * bounded(
             measured / (believed * self._measured_speed(partition, side, rows))
         )
+        # A partition that was never seen begins with the factor of its side.
         self._factors.move(_key(partition, side, rows), right, believed=self._factors.of(side, 1.0))
         self._factors.move(side, right)
 

@@ -103,8 +103,10 @@ class StepTime(msgspec.Struct):
             return max(0.0, until_s - self.forward_s - longest_s)
         # What it has not done when the forward pass ends, it does on the whole device.
         after_s = until_s - self._side_s
+        # The longest tasklet may even begin after the forward pass, on the whole device.
         if after_s >= longest_s:
             return until_s - longest_s
+        # Enough of it must be done beside the forward pass that the rest ends in time.
         return max(0.0, self._side_s - (longest_s - after_s) / self.backward_speed)
 
     @property

@@ -34,8 +34,8 @@ _CAPTURED_AT = 2
 # beside the page pool, and the largest of an 8B model takes some 100 MB.
 _MAX_ROOMS = 24
 
-# Of a call: its direction, its block, the program by its identity (forward: the first block, for
-# all programs), and the size of its room.
+# Key of a call: its direction, its block (forward: the first), the identity of its program
+# (forward: 0, for all programs), and the size of its room.
 _Key = tuple[str, Part, int, RoomSize]
 
 
@@ -110,6 +110,7 @@ class CapturedWindows:
         if (size := size_for(window)) is None:
             return None
         self._use(size)
+        # Blocks of one program share a room; without memory for one room, nothing is captured.
         layers, rooms = self._adapter.backbone.local.kv_layers, dict[Part, WindowRoom]()
         for part in layers:
             if (room := self._room(programs[part], size, pack.saved[part])) is None:
@@ -117,12 +118,14 @@ class CapturedWindows:
             rooms[part] = room
 
         def make() -> CapturedForward:
+            # Capturing runs the kernels: a cleared room has them copy nothing.
             for room in rooms.values():
                 room.leave()
             return CapturedForward(self._adapter.backbone, self._bypasses, programs, rooms, pack)
 
         if (call := self._call(("forward", layers[0], 0, size), make)) is None:
             return None
+        # Rooms that blocks share are entered once.
         for room in dict.fromkeys(rooms.values()):
             room.enter(window)
         call.what.enter(embed(), pack)
@@ -151,6 +154,7 @@ class CapturedWindows:
         addresses, places = pack.addresses
         call.what.enter(addresses[places[given.part]])
         call.run()
+        # The call's sums are this window's alone; the pack's are added to outside of it.
         call.what.add_sums(given)
         given.finish(None)  # the gradient is in its place
         return True
@@ -159,6 +163,7 @@ class CapturedWindows:
 
     def _use(self, size: RoomSize) -> None:
         """Mark a size as the last one used."""
+        # Reinserted at the end, since the order of the dict is that of last use.
         self._sizes.pop(size, None)
         self._sizes[size] = None
 
@@ -172,6 +177,7 @@ class CapturedWindows:
             try:
                 self._rooms[id(program), size] = WindowRoom(self._adapter.backbone, size, shapes)
             except torch.OutOfMemoryError:
+                # Not tried again before rooms of this size have been released.
                 self._rooms[id(program), size] = None
         return self._rooms[id(program), size]
 

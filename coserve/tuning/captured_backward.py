@@ -30,6 +30,7 @@ class CapturedBackward:
             names: Names of saved tensors, in the order of addresses.
         """
         self._backbone, self._room = backbone, room
+        # In the order of the addresses: the rows between parts, then saved tensors.
         rows = [room.gradient, *(room.saved[name] for name in names)]
         key_values, sums = [room.keys[0], room.values[0]], [room.key_grads[0], room.value_grads[0]]
         self._rows, self._gradient = room.copies(rows), room.copies(rows[:1])
@@ -37,9 +38,11 @@ class CapturedBackward:
             room.copies(key_values, in_place=True),
             room.copies(sums, in_place=True),
         )
+        # By dtype, since one launch clears all tensors of one.
         self._cleared: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (*rows, *sums):
             self._cleared.setdefault(tensor.dtype, []).append(tensor)
+        # Addresses of the rows between parts, of `names`, and of dK and dV.
         self._others = torch.zeros(len(names) + 3, dtype=torch.int64, device=backbone.device)
         self._window = replace(
             given,
@@ -78,9 +81,11 @@ class CapturedBackward:
         room, others, window = self._room, self._others, self._window
         for tensors in self._cleared.values():  # of rows that are not there
             torch._foreach_zero_(tensors)
+        # Own rows of the gradient and of saved tensors; K and V of all rows seen; dK and dV so far.
         self._rows.load(others[:-2], room.copied[Copied.OWN])
         self._key_values.load(others[-4:-2], room.copied[Copied.SEEN])
         self._sums.load(others[-2:], room.copied[Copied.SUMS_BEFORE])
+        # The window's own sums begin at zero (`add_sums`).
         if window.accumulators:
             torch._foreach_zero_(list(window.accumulators.values()))
         if DROPOUT_ROW_IDS in window.program.graph.spec:

@@ -17,7 +17,8 @@ from coserve.models.bypasses import Bypasses
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.window_rooms import Copied, RoomRows, WindowRoom
 
-# Of the addresses of a block (`PassMemory.addresses`).
+# Slices of a block's addresses (`PassMemory.addresses`): saved tensors without keys and values, and
+# these.
 _KEPT, _KEY_VALUES = slice(1, -4), slice(-4, -2)
 
 

@@ -70,6 +70,7 @@ def joined_tasklet(pieces: Sequence[tuple[JoiningPass, int]]) -> Tasklet:
         [training.next_backward_window(max_rows) for training, max_rows in pieces],
     )
     at_once = None
+    # A window alone may run as one captured call.
     if len(windows) == 1 and (captured := first.captured) is not None:
         rows = first.window_rows(*first.cursor.next_backward(pieces[0][1]))
         at_once = partial(captured.backward, rows, windows[0], first.kept)
@@ -87,6 +88,8 @@ def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
     """
     joined: dict[int, list[tuple[JoiningPass, int]]] = {}
     for training, max_rows in pieces:
+        # A head with tensors of an adapter runs by itself; all others of one program run as a
+        # batch.
         key = id(training if training.adapter.tensors("head") else training.programs.loss)
         joined.setdefault(key, []).append((training, max_rows))
     for group in joined.values():
@@ -110,6 +113,7 @@ def _run_loss(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
         {name: torch.cat([each[name] for each in constants]) for name in constants[0]},
         backend=backbone.backend,
         group=backbone.group,
+        # Tensors of an adapter's head occur only if there is a single pass here.
         weights={**backbone.weights["head"], **first.adapter.tensors("head")},
         accumulators=first.accumulators("head"),
         max_rows=chunk_rows(first.adapter.architecture.vocab_size, backbone.dtype),

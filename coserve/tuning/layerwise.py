@@ -64,7 +64,7 @@ class LayerwisePass(TrainingPass):
             loss_turns=self._num_loss_turns,
             num_parts=len(programs.parts),
         )
-        # The part of every turn; that of the next pack's follow on the last.
+        # The part of every turn. After the last turn the next pack's begin, which are the same.
         loss: list[Part] = ["head"] * self._num_loss_turns
         self._parts: list[Part] = [*self._forward_parts, *loss, *programs.parts]
 
@@ -94,7 +94,8 @@ class LayerwisePass(TrainingPass):
         num_rows = self.pack.num_rows
         self._window.use(self._order)
         try:
-            if turn < len(self._forward_parts):  # which goes from the first row on
+            if turn < len(self._forward_parts):
+                # The cursor counts from the last row; the forward pass begins at the first.
                 self._run_forward(self._parts[turn], num_rows - end, num_rows - start)
             elif turn < len(self._forward_parts) + self._num_loss_turns:
                 self._run_loss(turn - len(self._forward_parts), num_rows - start)
@@ -106,8 +107,10 @@ class LayerwisePass(TrainingPass):
 
     def _run_forward(self, part: Part, start: int, end: int) -> None:
         rows = self.kept.rows
+        # The embedding reads tokens instead of rows.
         x = None if part == self._forward_parts[0] else rows[start:end]
         hidden = forward_part(self.backbone, [window_of(self, start, end)], part, x)
+        # After the last block the output takes the place of the rows for the loss.
         if part == self._forward_parts[-1]:
             self.finish_window(hidden)
         else:
@@ -115,8 +118,10 @@ class LayerwisePass(TrainingPass):
 
     def _run_loss(self, turn: int, num_rows: int) -> None:
         """Run up to this many rows of a turn of the loss: as large a share of the trained rows."""
+        # Rows of all turns of the loss so far; the same share of the trained rows must be through.
         share = turn * self.pack.num_rows + num_rows
         until = self.cursor.num_trained * share // (self._num_loss_turns * self.pack.num_rows)
+        # So small a share may hold no further trained row.
         if until > self.cursor.num_loss_rows:
             self.run_loss(until - self.cursor.num_loss_rows)
 
@@ -138,4 +143,5 @@ def num_loss_turns(adapter: Adapter, programs: TrainingPrograms) -> int:
         return program.forward_cost(load).flops + program.backward_cost(load).flops
 
     block = max(flops(layer) for layer in range(adapter.backbone.architecture.num_layers))
+    # Rounded up, so that a turn costs no more than a block.
     return max(1, ceil(flops(None) / block))

@@ -52,10 +52,12 @@ class AdapterOptimizer:
         (`found_inf`, as in PyTorch's GradScaler). Mean and clipping are one number by which AdamW
         divides as it reads the gradients (`grad_scale`, likewise), which overwrites them.
         """
+        # In the order of the masters.
         sums = {name: gradients[name] for name in self._masters}
         norm = self._norm_of(sums) / num_trained
         divisor = torch.full_like(norm, num_trained)
         if bound := self.config.max_grad_norm:
+            # As `torch.nn.utils.clip_grad_norm_` clips; it adds the same 1e-6.
             divisor *= torch.where(norm > bound, (norm + 1e-6) / bound, 1.0)
         rate = self.config.learning_rate_at(self.num_steps_done, num_steps)
         self.num_steps_done += 1

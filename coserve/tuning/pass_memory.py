@@ -41,10 +41,11 @@ class PassMemory:
         self._workspace: dict[str, Tensor] = {}
         self._addresses: tuple[Tensor, dict[Part, slice]] | None = None
         try:
+            # The workspace, then the parts in forward order, as `PackPages` lists the groups.
             self._workspace = memory.take(workspace_shapes(programs, backbone, num_rows))
             for part in backbone.local.parts[:-1]:
                 self.saved[part] = memory.take(saved_shapes(programs, backbone, part, num_rows))
-        except BaseException:  # whatever it was: nothing else could give the pages back
+        except BaseException:  # interruptions, too: nothing else could give the pages back
             self.release()
             raise
 
@@ -70,7 +71,9 @@ class PassMemory:
     def saved_rows(
         self, part: Part, rows: slice, constants: Mapping[str, Callable[[], Tensor]] | None = None
     ) -> Mapping[str, Tensor]:
-        """Some rows of what is saved of a part. constants: of them, beside that."""
+        """Return some rows of a part's saved tensors, cut out on access. constants: functions that
+        make further tensors of these rows.
+        """
         saved = {name: tensor for name, tensor in self.saved[part].items() if name != STATES}
         return RowsOf(saved, rows, constants or {})
 
@@ -96,6 +99,7 @@ class PassMemory:
         """
         numbers: list[int] = []
         places = {}
+        # Addresses of the rows between parts, of dK and of dV, in this order.
         around = [tensor.data_ptr() for tensor in self._workspace.values()]
         for part in self._programs.program:
             if part not in self.saved or not self._programs.program[part].graph.kv_tensors:
@@ -142,6 +146,7 @@ class PassMemory:
 
     def move(self, memory: ActivationMemory) -> None:
         """Continue in other memory (`TrainingPass.move`)."""
+        # In the order in which they were taken, in which the memory lends the new places.
         for tensors in (self._workspace, *self.saved.values()):
             tensors.update(
                 memory.take(
@@ -210,6 +215,7 @@ def workspace_shapes(programs: TrainingPrograms, backbone: Backbone, num_rows: i
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         _ROWS: ((num_rows, backbone.architecture.hidden_size), backbone.dtype)
     }
+    # An evaluation runs nothing backward.
     if not programs.parts:
         return shapes
     for name, width in zip((_KEY_GRADS, _VALUE_GRADS), backbone.local.kv_widths, strict=True):

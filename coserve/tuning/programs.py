@@ -89,6 +89,7 @@ def training_programs(
     """
     backbone = adapter.backbone
     parts = backbone.local.parts
+    # The lowest part with parameters: below it nothing runs backward.
     lowest = min(
         (index for index, part in enumerate(parts) if adapter.parameters(part)), default=len(parts)
     )
@@ -97,6 +98,7 @@ def training_programs(
     fused = frozenset(backbone.backend.fused if fused is None else fused)
     for index, part in enumerate(parts[:-1]):
         graph = adapter.attached(part).graph
+        # No part below the lowest trained one needs the gradient of its output.
         asked = tuple(adapter.parameters(part)) + (("x",) if index > lowest else ())
         is_trained_block = isinstance(part, int) and index >= lowest
         programs[part] = _compile(

@@ -117,6 +117,7 @@ class Tasklet:
         """Run the next instructions (default: all). Returns whether the tasklet is done."""
         assert not self.done, "the tasklet is done"
         if self._at_once is not None:
+            # Tried once only: if it cannot run, the instructions do.
             at_once, self._at_once = self._at_once, None
             if at_once():
                 self.cancel()
@@ -127,7 +128,7 @@ class Tasklet:
             assert len(self._runs) == 1, "a tasklet of several programs runs as a whole"
             self._runs[0][1].advance(max_instructions)
         if not self.num_instructions_left:
-            runs, self._made = self._runs, []  # they hold what is about to be let go
+            runs, self._made = self._runs, []  # they hold tensors that `finish` may release
             for group, run in runs:
                 _finish(group, run)
         return self.done
@@ -137,6 +138,7 @@ class Tasklet:
         programs, only before the first). Returns whether the tasklet is done.
         """
         while not self.done and not stopped():
+            # Neither a captured call nor several programs can stop between two instructions.
             self.run(None if self._at_once is not None or len(self._runs) > 1 else 1)
         return self.done
 

@@ -101,8 +101,12 @@ class TrainingPass:
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
         self.captured, self._window_rows = captured, dict[tuple[int, int], WindowInputs]()
+        # Keys follow from a row's number in the whole job, so masks do not depend on how rows are
+        # packed.
         ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows))
+        # Rows of the pack that have a loss, int64 [num_trained].
         trained = (pack.targets != UNTRAINED).nonzero()[:, 0]
+        # int64 [4, num_rows], so that one transfer takes all to the device.
         rows = torch.stack((pack.tokens, pack.positions, pack.targets, ids))
         self._tokens, self._positions, self._targets, self._dropout_row_ids = on_device(
             rows, backbone.device
@@ -138,13 +142,13 @@ class TrainingPass:
         start, end = self.cursor.next_forward(hidden.shape[0])
         self.kept.rows[start:end] = hidden
         self.cursor.advance_forward(end - start)
-        if (
-            self.forward_done
-        ):  # below the lowest trained part, K and V were kept for later windows alone
+        if self.forward_done:
+            # Below the lowest trained part, K and V were kept for later windows alone.
             for part in [part for part in self.kept.saved if part not in self.programs.parts]:
                 self.kept.give_back(part)
-            # What has no loss has no gradient.
+            # From now on `rows` turns into gradients, which are 0 for rows without a loss.
             self.kept.rows.masked_fill_((self._targets == UNTRAINED)[:, None], 0)
+            # A pack that only measures, and has no trained rows, is done already.
             self._release_if_done()
 
     # -- loss -------------------------------------------------------------------
@@ -196,6 +200,7 @@ class TrainingPass:
         """Take the rows' losses, whether their likeliest token is the target, and the gradients of
         the losses.
         """
+        # float64 [2], as `totals`.
         self.totals += torch.stack([each.sum(dtype=torch.float64) for each in (losses, correct)])
         self.kept.rows[rows] = gradient
         self.cursor.advance_loss(len(rows))
@@ -209,7 +214,9 @@ class TrainingPass:
         """Weigh the gradients by the objective, now that all rows have their log-probabilities."""
         weights = scores.weigh()
         if weights is not None and (outcome := scores.outcome) is not None:
+            # Gradients of trained rows [num_trained, hidden_size], each times its row's weight.
             self.kept.rows[self._trained] *= weights[:, None]
+            # The objective's own loss replaces the sum over rows.
             self.totals = torch.stack([outcome.loss.double(), outcome.correct.double()])
 
     # -- backward ---------------------------------------------------------------
@@ -241,6 +248,7 @@ class TrainingPass:
         start, end = self.cursor.next_backward(max_rows)
         part, rows = self.programs.parts[self.cursor.num_parts_done], slice(start, end)
         graph = self.programs.program[part].graph
+        # A part's first tasklet is that of the pack's last rows.
         if end == self.pack.num_rows:
             self.kept.clear_gradients(part)
         return BackwardWindow(
@@ -265,6 +273,8 @@ class TrainingPass:
         """Store the gradient for the part below; after a part's first row, let its saved tensors
         go.
         """
+        # None for the lowest trained part, and where a captured call has stored the gradient
+        # itself.
         if gradient is not None:
             self.kept.rows[start:end] = gradient
         self._tasklet = None
@@ -334,6 +344,7 @@ class TrainingPass:
         """Return the attention segments of rows [start, end); the keys are those of the whole
         pack.
         """
+        # Causal attention: a segment's last row sees all keys from its sequence's first row on.
         return [
             Segment(num_rows=last - first, num_keys=last - begin, first_key=begin)
             for begin, first, last in self.pack.sequences_within(start, end)
@@ -342,6 +353,7 @@ class TrainingPass:
     def _attention_batch(self, start: int, end: int) -> AttentionBatch:
         """Return these segments for the kernels; a window is that of many blocks in turn."""
         if (start, end) not in self._attention_batches:
+            # The pack's keys and values are a store of one page, as long as the pack.
             batch = self.backbone.backend.prepare_attention(
                 self._segments(start, end), block_tokens=self.pack.num_rows
             )
@@ -392,6 +404,7 @@ class TrainingPass:
             batch=self._attention_batch(start, end),
             keys=keys,
             values=values,
+            # [1, num_rows, width]: again a store of one page.
             key_grads=key_grads[None],
             value_grads=value_grads[None],
             place=slice(start, end),

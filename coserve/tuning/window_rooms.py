@@ -64,6 +64,8 @@ class WindowInputs:
             Copied.OWN: (first, n),
             Copied.EARLIER: (0, first),
             Copied.SEEN: (0, first + n),
+            # Backward, the last window of a pack comes first and finds no sums; the first one
+            # leaves none.
             Copied.SUMS_BEFORE: (0, m if first + n < m else 0),
             Copied.SUMS_AFTER: (0, m if first else 0),
         }
@@ -71,9 +73,9 @@ class WindowInputs:
 
 
 class Copied(IntEnum):
-    """Ranges of a pack's rows that calls copy for a window: the window's own, those before it,
-    both; and of sums of gradients of keys and values, all if there are windows that came before it
-    going backward, and if there are some after it.
+    """Ranges of a pack's rows that calls copy for a window: its own rows, those before it, and
+    both; and the rows of dK and dV, which are loaded unless the window is the first to run
+    backward, and stored unless it is the last.
     """
 
     OWN = 0
@@ -132,6 +134,7 @@ class WindowRoom:
         self.size, self._backend = size, backbone.backend
         numbers = torch.zeros(3, size.rows, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.dropout_row_ids = numbers.unbind()
+        # The place after the last key is a spare one, for rows that are not there.
         self.place = torch.full((size.rows,), size.keys, dtype=torch.int64, device=device)
         self.copied = torch.zeros(len(Copied), 2, dtype=torch.int64, device=device)
         self.x = torch.zeros(
@@ -142,6 +145,7 @@ class WindowRoom:
             name: torch.zeros(size.rows, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in shapes.items()
         }
+        # [1, keys + 1, width]: the last row is the spare place.
         self.keys, self.values = (
             torch.zeros(1, size.keys + 1, width, dtype=backbone.dtype, device=device)
             for width in widths
@@ -155,12 +159,15 @@ class WindowRoom:
 
     def enter(self, window: WindowInputs) -> None:
         """Copy a window's tables into the room, unless they are there."""
+        # All blocks of a window bring the same object (`TrainingPass.window_rows`): it is copied
+        # once.
         if self._window is window:
             return
         self._window, n = window, window.num_rows
         self.tokens[:n], self.positions[:n] = window.tokens, window.positions
         self.dropout_row_ids[:n] = window.dropout_row_ids
         torch.arange(window.first_row, window.first_row + n, out=self.place[:n])
+        # Rows that are not there write to the spare place.
         self.place[n:] = self.size.keys
         self.copied.copy_(window.copied)
         self.attention.fill(window.attention)

@@ -68,6 +68,7 @@ class PageAllocator:
             raise BudgetError(f"{num_pages} pages asked for, {self.num_free} are free")
         mark, pages, start = self._mark(owner), [], 0
         for _ in range(num_pages):
+            # Each search goes on from the page found last: below it no page is free any more.
             start = self._marks.find(_FREE, start)
             self._marks[start] = mark
             pages.append(start)
@@ -89,8 +90,10 @@ class PageAllocator:
             marks[top - num_pages : top] = mark * num_pages
             self._count(owner, num_pages)
             return list(runs_below(top, tuple(lengths)))
+        # The general case: each run by itself, wherever there is room.
         runs, num_taken = [], 0
         for length in lengths:
+            # A group without tensors has an empty run, which lies anywhere.
             start = marks.rfind(_FREE * length) if length else 0
             if start < 0:
                 break
@@ -117,6 +120,7 @@ class PageAllocator:
         for page, target in targets.items():
             assert marks[page] and not marks[target], f"page {page} cannot move to {target}"
             marks[target], marks[page] = marks[page], 0
+        # The old pages count as returned, so that searches that failed are made again.
         self.num_returned += len(targets)
 
     def free_flags(self) -> bytes:
@@ -148,6 +152,7 @@ class PageAllocator:
 
     def num_pages_by_owner(self) -> dict[str, int]:
         """Return the number of pages of each owner that has some."""
+        # The unary plus drops owners whose count is zero.
         return dict(+self._num_by_owner)
 
     def check_integrity(self) -> None:

@@ -20,8 +20,10 @@ class HostBlocks:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        # Reversed, so that `pop` gives out the lowest slot first.
         self._free = list(range(num_slots))[::-1]
         self._slot: dict[Hashable, int] = {}
+        # Blocks whose contents are in their slots; those of other slots are still on the device.
         self._stored: set[Hashable] = set()
         self._num_owners: dict[Hashable, int] = {}
         self._wanted: dict[Hashable, list[Hashable]] = {}

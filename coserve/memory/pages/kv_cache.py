@@ -66,6 +66,7 @@ class KvCache:
             The number of pages by which `num_available` would fall, and the number of known tokens.
         """
         pages = self.prefixes.find(keys, num_tokens)
+        # Known pages without a user count as available until they are opened.
         num_unused = sum(page in self.prefixes.evictable for page in pages)
         return self.num_pages(num_tokens) - len(pages) + num_unused, len(pages) * self.block_tokens
 
@@ -81,9 +82,11 @@ class KvCache:
         if num_pages > self.num_available:
             raise BudgetError(f"{num_pages} pages asked for, {self.num_available} are available")
         self.window.lend(num_pages - self.pool.num_free)
+        # Moments leave only if evicting all unused prefixes would not suffice.
         self.optimizers.lend(num_pages - self.pool.num_free - self.prefixes.num_evictable)
         self.evict(num_pages - self.pool.num_free)
         pages = self.pool.take(OWNER, num_pages)
+        # A page without a known block has a user count, too, until it is given back.
         self.prefixes.use(pages)
         return pages
 
@@ -163,8 +166,10 @@ class PagedSequence:
         self.length += num_tokens
         assert len(tokens) >= self.length
         num_blocks = self.length // self._block
+        # With pages of states nothing is shared, so blocks have no keys.
         if num_blocks > self._num_known and not self._num_state_pages:
             prefixes = self.cache.prefixes
+            # Blocks that the output has filled have no keys yet.
             if len(self._keys) < num_blocks:
                 self._keys = prefixes.keys(owner, tokens[: self.length], known=self._keys)
             prefixes.register(self._keys, self.pages, range(self._num_known, num_blocks))

@@ -51,7 +51,9 @@ class OptimizerPages:
     def hold(self, job: str, *, is_held: bool) -> None:
         """Set whether others cannot have the job's pages."""
         if is_held != (job in self._held):
+            # The job is added if it was not held, and removed if it was.
             self._held.symmetric_difference_update([job])
+            # Counted, so that `PageManager` looks again for what could not be had.
             self.num_let_go += not is_held and job in self._runs
             self._count()
 

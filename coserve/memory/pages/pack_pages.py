@@ -62,6 +62,7 @@ class PackPages:
         lengths = tuple(map(len, held))
         self.num_pages = sum(lengths)
         """Number of pages that the pack holds."""
+        # Index of the first group of a part that runs backward.
         self._first_trained = len(runs) - num_trained_parts
         # Whether the groups below the first trained one have been freed.
         self._saved_all = False
@@ -87,6 +88,7 @@ class PackPages:
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Return the first page and the length of each run that the pack holds."""
+        # All runs are still held, one below the other.
         if self._as_one is not None and self.num_pages == sum(self._as_one[1]):
             return _places_below(*self._as_one)
         return tuple([(run.start, len(run)) for run in self.runs if run is not None])
@@ -97,8 +99,10 @@ class PackPages:
             self.release()
         elif cursor.saved_all:
             if not self._saved_all:
+                # Groups of parts that are not trained: only the forward pass reads these.
                 self._give_back(1, self._first_trained)
                 self._saved_all = True
+            # Parts run backward from the last one down, so their groups are freed from the end.
             end = len(self.runs) - cursor.num_parts_reversed
             self._give_back(end, self._end)
             self._end = end
@@ -106,11 +110,13 @@ class PackPages:
     def release(self) -> None:
         """Free all runs."""
         if self.num_pages and self._saved_all:
+            # The workspace, and groups of parts still to run backward; `follow` freed the others.
             self._give_back(0, 1)
             self._give_back(self._first_trained, self._end)
         elif self.num_pages:
             self._give_back(0, self._end)
         if self._window is not None:
+            # The window may be lent in full again.
             self._window.require(0)
             self._window = None
 
@@ -122,6 +128,7 @@ class PackPages:
             return
         first, last = self.runs[start], self.runs[end - 1]
         if self._as_one is not None and first is not None and last is not None:
+            # Each run lies below the one before, so together they reach from the last to the first.
             gone = [range(last.start, first.stop)]
         else:
             gone = [run for run in self.runs[start:end] if run is not None]

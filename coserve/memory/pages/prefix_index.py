@@ -79,13 +79,15 @@ class PrefixIndex:
         if not self.shares:
             return []
         keys = list(known)
+        # A chain of hashes that starts from the version; `person` keeps the kinds of hash apart.
         key = (
             keys[-1]
             if keys
             else blake2b(owner.version.encode(), digest_size=16, person=b"version").digest()
         )
-        # The first block that other tenants must not find.
+        # Index of the first block that other tenants must not find; -1: all may find all blocks.
         private = owner.num_public_tokens // self.block_tokens if owner.tenant else -1
+        # Eight bytes for each token, so that a block is a slice of fixed size.
         unknown = array("q", tokens[len(keys) * self.block_tokens :])
         ids, size = unknown.tobytes(), unknown.itemsize * self.block_tokens
         for start in range(0, len(ids) - size + 1, size):
@@ -146,6 +148,7 @@ class PrefixIndex:
 
     def evict(self, num_pages: int) -> list[int]:
         """Forget the blocks that were unused longest, and return their pages."""
+        # The pages unused longest come first in the dict.
         gone = [page for page, _ in zip(self._unused, range(num_pages), strict=False)]
         self.evict_pages(gone)
         return gone
@@ -166,12 +169,14 @@ class PrefixIndex:
 
     def unused_since(self, num_released: int) -> set[int]:
         """Return the pages that no request has used since `num_released` was this."""
+        # Pages are in the order of their release, so the first later one ends the search.
         return {
             page for page, _ in takewhile(lambda each: each[1] < num_released, self._unused.items())
         }
 
     def move(self, targets: Mapping[int, int]) -> None:
         """Note that pages of requests are others now."""
+        # Only pages in use are moved; unused ones are evicted instead.
         for page, target in targets.items():
             self._users[target] = self._users.pop(page)
             if (key := self._key.pop(page, None)) is not None:

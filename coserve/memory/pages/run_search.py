@@ -29,6 +29,7 @@ class RunSearch:
             movable: Pages whose content can lie elsewhere; one costs more than any run without such
                 pages.
         """
+        # One page that must be moved costs more than a whole run of evictable ones.
         move = 1 + len(free_flags)
         # More than any run costs that has no page in use for good.
         self._taken = move * move
@@ -56,6 +57,7 @@ class RunSearch:
                 break
             run = range(start, start + length)
             runs.append(run)
+            # Runs of all lengths that overlap with it are ruled out.
             for each in windows.values() if length else ():
                 each.take(run)
         return runs
@@ -81,7 +83,9 @@ class _RunCosts:
             taken: Least cost of a run that cannot be had.
         """
         self._length, self._taken, self._last = length, taken, len(sums) - 1 - length
+        # The cost of the run that starts at page i is sums[i + length] - sums[i].
         self._costs: list[int] = list(map(sub, sums[length:], sums))
+        # Highest first: of runs that cost the same, `index` then finds the highest.
         self._costs.reverse()
         self._lowest = [self._lowest_in(start) for start in range(0, len(self._costs), _CHUNK)]
 
@@ -90,10 +94,12 @@ class _RunCosts:
         cost = min(self._lowest, default=self._taken)
         if cost >= self._taken:
             return None
+        # The first chunk that has this cost holds the highest such run.
         return self._last - self._costs.index(cost, self._lowest.index(cost) * _CHUNK)
 
     def take(self, run: range) -> None:
         """Rule out all runs that overlap with this one."""
+        # Overlapping runs start from run.start - length + 1 to run.stop - 1, the last one first.
         first = max(0, self._last - run.stop + 1)
         end = min(len(self._costs), self._last - run.start + self._length)
         if first >= end:

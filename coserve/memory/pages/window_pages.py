@@ -34,6 +34,7 @@ class WindowPages:
         """Free as many pages, as far as the window can do without them."""
         if not self.num_lendable:
             return
+        # Pages are given from below: weights at the top of the window stay where they are.
         self._set(range(self.run.start + max(0, min(num_pages, self.num_lendable)), self.run.stop))
 
     def clear(self) -> None:
@@ -56,6 +57,7 @@ class WindowPages:
         flags = bytearray(self._pool.free_flags())
         for page in evictable:
             flags[page] = 1
+        # One above the highest page in use below the window.
         first = flags.rfind(0, 0, self.run.start) + 1
         return range(min(self.run.start, max(first, self.run.stop - most_pages)), self.run.start)
 
@@ -73,6 +75,7 @@ class WindowPages:
 
     def _report(self, run: range) -> None:
         self.run = run
+        # The number of pages that can be lent follows from the new size.
         self.require(self._least)
         if self.on_resize is not None:
             self.on_resize(run)

@@ -43,6 +43,7 @@ def whole_page_bytes(backbone: Backbone, block_tokens: int) -> int:
 
 
 def _page_bytes(local: LocalModel, dtype: torch.dtype, block_tokens: int) -> int:
+    # Keys and values of one token of one layer.
     per_token = sum(local.kv_widths) * dtype.itemsize
     return -(-len(local.kv_layers) * per_token * block_tokens // 64) * 64
 
@@ -68,6 +69,7 @@ class PagedKv:
         """Whether blocks may run as one call on rows in these pages, where they can."""
         self.num_state_pages = num_state_pages(backbone.local, self.page_bytes)
         layers, width = backbone.local.kv_layers, backbone.local.kv_widths[0]
+        # Bytes of a page that keys and values use; the rest pads it to a multiple of 64.
         used = len(layers) * 2 * block_tokens * width * backbone.dtype.itemsize
         # [layers, 2, num_pages, block_tokens, Hkv * D], a view of the storage.
         self.pages = (
@@ -191,6 +193,7 @@ class _PagedRows(RowSpan):
 
     def gather(self, others: Sequence["_PagedRows"]) -> RowGroup:
         spans = (self, *others)
+        # Spans that were made together share one object: mostly there is a single table.
         tables = list(dict.fromkeys([span.tables for span in spans]))
         return _CacheRows(
             self.cache,
@@ -219,6 +222,7 @@ class _CacheRows(RowGroup):
         self._cache, self._starts, self.block_tokens = cache, starts, block
         self._lengths = lengths = list(map(len, tokens))
         first_page, num_pages, number = tables.first_page, tables.num_pages, cache.num_state_pages
+        # The first pages of a sequence hold its states; its keys and values follow.
         if number:
             self._state_tables = on_device(
                 tables.pages[first_page[:, None] + torch.arange(number)], device
@@ -227,14 +231,17 @@ class _CacheRows(RowGroup):
             first_page, num_pages = first_page + number, num_pages - number
         self._is_decode = lengths.count(1) == len(lengths)
         flat, num_rows = list(chain.from_iterable(tokens)), int_tensor(lengths)
+        # One row each, so a row's page follows from its sequence's position alone.
         if self._is_decode:
             own = [
                 table[number + start // block]
                 for table, start in zip(tables.tables, starts, strict=True)
             ]
+            # [3, rows]: tokens, positions and pages go to the device in one transfer.
             numbers = int_tensor([*flat, *starts, *own]).view(3, -1)
             new = [page for page, start in zip(own, starts, strict=True) if not start % block]
             num_keys = int_tensor([start + 1 for start in starts])
+            # Each segment has one row, so the tables by sequence and by row are the same.
             self.segments = self._apart = _segments(
                 num_rows, num_keys, first_page, num_pages, tables.pages
             )
@@ -245,7 +252,7 @@ class _CacheRows(RowGroup):
                 "the pages come before the rows"
             )
             self.segments = _segments(num_rows, num_keys, first_page, needed, tables.pages)
-            # The same row by row; of a row's position, what is not its number among all:
+            # The same with a segment for each row. before: position of a row less its index here.
             before, first_page, needed = (
                 each.repeat_interleave(num_rows)
                 for each in (num_keys - num_rows.cumsum(0), first_page, needed)
@@ -273,9 +280,8 @@ class _CacheRows(RowGroup):
     @property
     def in_pages(self) -> InPages | None:
         cache = self._cache
-        if (
-            not cache.may_run_at_once or cache.num_state_pages
-        ):  # a trace knows of keys and values alone
+        # Traces of whole passes cover keys and values, not states.
+        if not cache.may_run_at_once or cache.num_state_pages:
             return None
         return InPages(
             stores=cache.stores,

@@ -27,6 +27,7 @@ from coserve.kernels.weights import DenseWeight, Weight
 from coserve.models.base import Architecture, Part
 from coserve.models.mapped_weights import MappedTensor, MappedWeights
 
+# Weights begin at multiples of as many bytes, as pages do.
 _ALIGNMENT = 64
 # Elements that are copied at once: for more, PyTorch would use the threads that compute.
 _COPY_ELEMENTS = 32768
@@ -74,6 +75,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         self.waited_s = 0.0
         """Seconds for which callers waited for parts so far."""
         self._mapped, self._storage, self._dtype = mapped, storage, dtype
+        # Weights of linear layers, which kernels take as a `Weight`; others are plain tensors.
         self._linear = {
             (part, f"{node}.weight") for part, node in architecture.linear_sites.values()
         }
@@ -91,6 +93,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         self._room = range(0)
         self._copies: dict[Part, _Copy] = {}
         self._in_use: Part | None = None
+        # One thread, so that parts are copied in the order in which they are needed.
         self._thread = ThreadPoolExecutor(1, "weights")
         self._staging: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -116,6 +119,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         return tuple(self._copies)
 
     def __getitem__(self, part: Part) -> Mapping[str, Tensor | Weight]:
+        # Other parts may be in the window only in part; they are read from the files.
         if part == self._in_use and part in self._copies:
             return self._copies[part].weights
         return {
@@ -165,6 +169,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
                 place = self._make_place(
                     self._sizes[part], turn, turns, at_once=at_once and not turn
                 )
+                # No room: what is needed even later must not be copied first.
                 if place is None:
                     return
                 self._copies[part] = self._begin(part, place)
@@ -178,11 +183,13 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         """
         copy = self._copies.get(part)
         if copy is None:
+            # A part that is never copied, and read from its file: that must be unchanged.
             for weight in self._mapped[part].values():
                 weight.file.check_is_whole()
             return part not in self._parts
         started_s = perf_counter()
         try:
+            # First the thread's work, then on CUDA the copy that it has queued.
             event = copy.done.result(None if most_s == inf else max(0.0, most_s))
             if event is not None and most_s > 0:
                 event.synchronize()
@@ -219,6 +226,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
     def release(self) -> None:
         """End the use of the part in use."""
         part, self._in_use = self._in_use, None
+        # Read from its file while in use: the pages of the mapping are dropped again.
         if part is not None and part not in self._parts:
             for weight in self._mapped[part].values():
                 weight.drop()
@@ -245,6 +253,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
             turns: When each part is needed.
             at_once: Whether parts that are on their way may be dropped, too.
         """
+        # Parts still on their way are given up only for a part that is needed at once.
         later = [
             part
             for part, copy in self._copies.items()
@@ -288,6 +297,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         # A copy that the thread has begun ends at its next piece; on CUDA what is queued still
         # runs, and later work of the device waits for it.
         if not copy.done.cancel():
+            # An error of a copy that is no longer wanted has no one to report it to.
             with suppress(Exception):
                 event = copy.done.result()
                 if event is not None:
@@ -340,6 +350,7 @@ class WeightWindow(Mapping[Part, Mapping[str, Tensor | Weight]]):
         cancelled: Event,
     ) -> "torch.cuda.Event":
         assert self._stream is not None and free is not None
+        # Made with the first copy, as large as the largest weight.
         if self._staging is None:
             largest = max(
                 self._num_bytes(weight)

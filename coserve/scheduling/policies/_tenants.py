@@ -145,6 +145,7 @@ def plan_shared(policy: _SharedPolicy, view: View, latency: LatencyModel, *, tun
     for job in memory.jobs if tunes else ():
         parts[job.info.tenant].jobs.append(job)
     ordered = sorted(parts.values(), key=lambda part: part.tenant.used_s)
+    # Neither requests nor batch work: jobs alone take turns.
     if not (memory.requests or memory.batch or view.waiting or view.batch_waiting):
         return _plan_jobs(policy, view, latency, memory, ordered)
     usual_s = _usual_quantum_s(view, latency)
@@ -171,6 +172,7 @@ def _share_memory(
     used_s = {name: part.tenant.used_s for name, part in parts.items()}
 
     def cost_s(request: RequestProgress) -> float:
+        # In seconds of the tenant's counter, which are divided by its weight.
         return row_s * request.num_rows / parts[request.info.tenant].tenant.weight
 
     if view.waiting:
@@ -262,7 +264,9 @@ def _set_limits(parts: Sequence[_Part], quantum_s: float, row_s: float, max_used
     backlogged: list[_Part] = []
     modest: list[_Part] = []
     needs = [(part.needed_s(row_s) / part.share, part) for part in parts]
+    # From the least need on: what a modest tenant leaves is shared by those after it.
     for need, part in sorted(needs, key=lambda each: each[0]):
+        # Once one needs more than its part, so do all after it.
         if not backlogged and need <= left_s / share:
             modest.append(part)
             part.limit_s = part.share * left_s / share
@@ -379,6 +383,7 @@ class _SharedStep:
                 self._charge(part)
         served = self._build.served_jobs
         if waiting := [job for job in jobs if job.id not in served]:
+            # In a short step only `least_share` gives these jobs anything.
             until_s = 0.0 if is_short else self._quantum_s
             self._build.tune(waiting, until_s, least_share=self._policy.least_share)
 
@@ -388,6 +393,7 @@ class _SharedStep:
         part is saved up, in its counter, until it is worth what a usual step would give, or all
         that is left of the job's phase, or as much as it can be.
         """
+        # What the tenant's part of a step of usual length would be.
         usual_s = part.own_s * self._usual_s / self._quantum_s - part.taken_s
         whole_s = self._build.piece_s(part.jobs[0], part.jobs[0].num_rows_left)
         if part.can_save and part.saved_s < min(usual_s, whole_s):

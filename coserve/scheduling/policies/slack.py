@@ -104,9 +104,11 @@ class Slack(Policy):
         memory = self._share_memory(view, latency, batch_share, tunes=tunes)
         budget = self.budget(view, latency, memory.requests)
         build = PlanBuilder(view, latency, memory)
+        # Requests come first: rows that decode, then prompts.
         deadlines, all_in = self._serve(
             build, memory, budget, others_want_time=tunes or bool(memory.batch)
         )
+        # Time for batch work and jobs; none while a prompt still has rows that found no time.
         until_s, max_s = 0.0, inf
         if all_in and (tunes or memory.batch):
             until_s, max_s = budget.jobs_until_s(build.step_s, deadlines, memory)
@@ -116,11 +118,12 @@ class Slack(Policy):
             must = build.runs_nothing and batch_share == 1
             build.batch(memory.batch, build.step_s + batch_share * left_s, must=must)
         if tunes:
-            # As long as a request's token may, a job's piece may wait for more time than there is;
-            # where there can be: near an SLO, requests that came lately keep what they save.
+            # A job's piece may be deferred for a step with more time, as long as a token may be,
+            # if there can be one: near an SLO requests keep the time that they save.
             may_grow = until_s < max_s and not budget.allowance.is_near
             jobs = self.shares(memory.jobs, view)
             if self.divides and view.num_units > 1:
+                # Before `tune`, which plans tasklets for the divided device then.
                 build.divide(jobs, until_s)
             max_defer_s = self.max_gap_tpots * budget.tpot_s if may_grow else 0.0
             build.tune(jobs, until_s, max_defer_s=max_defer_s, least_share=budget.least_share)
@@ -155,10 +158,12 @@ class Slack(Policy):
         who has waited for many steps before all.
         """
         longest_s = max([job.waited_s for job in view.jobs]) if len(view.jobs) > 1 else 0.0
+        # A lower bound of the wait computed below: most plans end here.
         if longest_s <= AGED_WAITS * self.arrival_share * view.ttft_s:
             return view.jobs
         tpot_s = min([request.info.tpot_s for request in view.requests], default=view.tpot_s)
         waited_s = AGED_WAITS * self.arrival_wait_s(view.ttft_s, tpot_s)
+        # False sorts first: these are the jobs that have waited too long.
         return sorted(view.jobs, key=lambda job: job.waited_s <= waited_s)
 
     def shares(self, jobs: Sequence[JobProgress], view: View) -> Sequence[JobProgress]:
@@ -194,6 +199,7 @@ class Slack(Policy):
 
         def can_wait(request: RequestProgress, job: JobProgress) -> bool:
             budget = self.budget(view, latency)
+            # Near an SLO no request has time to wait for a pack.
             if budget.allowance.is_near:
                 return False
             left_s = budget.due_at_s(request, self.reserve_tpots) - view.now_s
@@ -201,6 +207,7 @@ class Slack(Policy):
 
         memory.grow(can_wait)
         if view.waiting:
+            # Priorities decide first, feasibility within one priority.
             memory.admit_waiting(
                 by_priority(infeasible_last(self.queue(view), view, latency)), can_wait
             )
@@ -219,6 +226,7 @@ class Slack(Policy):
         """
         if not (requests := memory.requests):
             return Deadlines(), True
+        # One row: the next token. More: a prompt, or what a preempted request computes again.
         decoding = [request for request in requests if request.num_rows == 1]
         prompts = (
             []
@@ -231,6 +239,7 @@ class Slack(Policy):
         deadlines = budget.deadlines(decoding, decode_s, need)
         if not prompts:
             return deadlines, True
+        # Nobody decodes, so only arriving requests limit the prompts.
         if not decoding:
             alone = budget.prefill_alone(need)
             ordered = [*need.aged, *need.ordered]
@@ -238,10 +247,12 @@ class Slack(Policy):
                 ordered, alone.seconds, urgent=alone.urgent, stretch=WHOLE_STRETCH
             )
         else:
+            # A budget of 0, but urgent: an aged prompt gets its smallest piece before the others.
             build.prefill(need.aged, 0.0, urgent=True)
             beside = budget.prefill_beside(
                 deadlines, need, build.seconds, others_want_time=others_want_time
             )
+            # An aged prompt got one piece only, so not all prompts are in.
             all_in = (
                 build.prefill(need.ordered, beside.seconds, urgent=beside.urgent) and not need.aged
             )
@@ -252,6 +263,7 @@ def _wait_for_pack_s(request: RequestProgress, job: JobProgress, latency: Latenc
     """Return the time until a request has its next token if it gets its pages when a pack is
     done.
     """
+    # Share of the pack that is still to run, of one pass forward and one backward.
     left = rows_to_go(job) / (2 * job.num_rows)
     return PACK_STRETCH * left * latency.pack_s(job) + latency.prompt_s(
         request.num_past + request.num_rows

@@ -139,6 +139,7 @@ def decode_deadlines(
         tpot_s, num_output = request.info.tpot_s, request.num_output
         aimed_s = aimed * tpot_s
         banked_s = first_s + num_output * aimed_s
+        # Late by more than all later tokens, each as fast as possible, could make up for.
         if end_s > banked_s and end_s - banked_s > (aimed_s - decode_s) * (request.num_left - 1):
             infeasible.append(request)
             continue
@@ -146,11 +147,14 @@ def decode_deadlines(
         if noticed_s < gap_s:
             gap_s = noticed_s
             far_s = gap_s + sure * (gap_s - now_s) if gap_s > now_s else gap_s
+        # What jobs may take in all, less what they have taken.
         if limited and jobs_share * aimed_s * num_output - request.jobs_s < extra_s:
             extra_s = jobs_share * aimed_s * num_output - request.jobs_s
-        # Most requests have a bank: a gap is noticed before anything else is due, with the margin.
+        # Most requests have saved up so much that a gap binds first, even with the margin; only
+        # the others are looked at closely.
         if banked_s - kept_tpots * aimed_s < far_s or aimed_s < decode_s:
             close.append((request, aimed_s, banked_s))
+            # Measured against the SLO itself, without `AIMED`: the margin must never miss that.
             if first_s + num_output * tpot_s < banks_missed_s:
                 banks_missed_s = first_s + num_output * tpot_s
     due_s, missed_s = _first_tokens_due_s(unstarted, end_s, infeasible_tpot_s, decode_s)
@@ -178,6 +182,7 @@ def _first_tokens_due_s(
     due_s = missed_s = inf
     for request in requests:
         first_due_s = request.info.arrival_s + request.info.ttft_s
+        # One that is late already goes on at the pace of infeasible requests.
         if end_s > first_due_s:
             due_s = min(due_s, request.last_token_s + _late_pace_s(infeasible_tpot_s, decode_s))
         else:
@@ -198,6 +203,7 @@ def _infeasible_due_s(
     pace_s = _late_pace_s(infeasible_tpot_s, decode_s)
     for request in requests:
         aimed_s, last_s = AIMED * request.info.tpot_s, request.last_token_s
+        # At its own pace, if that is slower still.
         late_s = last_s + max(aimed_s, pace_s)
         due_s = min(due_s, late_s)
         free_s = min(free_s, max(late_s, last_s + max_gap_tpots * aimed_s))
@@ -240,9 +246,11 @@ def _banks_due_s(
         num_output = request.num_output
         next_s, num_later = request.last_token_s + aimed_s, request.num_left - 1
         spent_s = banked_s + URGENT_CATCH_UP_SHARE * (aimed_s - decode_s) * num_later
+        # A token at the pace of the SLO spends nothing, so nothing is due before it.
         due_s = spent_s if spent_s > next_s else next_s
         if due_s < urgent_s:
             urgent_s = due_s
+        # Tokens sure to come: MIN_ANSWER_TOKENS in all at least, and no more than are left.
         num_sure = request.num_sure
         if num_sure < MIN_ANSWER_TOKENS - num_output:
             num_sure = MIN_ANSWER_TOKENS - num_output
@@ -254,8 +262,10 @@ def _banks_due_s(
         due_s = spent_s if spent_s > next_s else next_s
         if due_s < free_s:
             free_s = due_s
+        # For prompts and jobs a request behind its pace must not fall back further.
         if next_s > banked_s:
             next_s = banked_s
+        # The reserve builds up over the first tokens.
         kept_s = aimed_s if num_output >= RESERVE_TOKENS else aimed_s * num_output / RESERVE_TOKENS
         spent_s = banked_s - prompt_reserve_tpots * kept_s
         due_s = spent_s if spent_s > next_s else next_s

@@ -64,10 +64,13 @@ class SloHeadroom:
     def add_step(self, plan: Plan, taken: Taken, *, started_s: float, ended_s: float) -> None:
         """Record a step and what was taken of it."""
         planned = plan.prediction
+        # A step without rows says nothing about requests.
         if not planned.forward_s:
             return
         own_s, seconds = profiled_s(planned), ended_s - started_s
+        # The sum is the measured time of the rows: `machine_s` is what exceeds the profile.
         self._speed.add(own_s, own_s + taken.machine_s, seconds)
+        # Time that requests need of so many seconds at the pace of their SLOs, by the profile.
         used_s = (planned.decode_share * seconds + planned.prefill_s) / planned.forward_correction
         self._time.add(started_s, ended_s, used_s)
 
@@ -172,12 +175,15 @@ class _Recent:
         return min(1.0, max(len(self._recent) / _KNOWN_REQUESTS, watched_s / _KNOWN_S))
 
     def _summarize(self, times: float) -> _Summary:
+        # The values stay as they are; limits are divided by the factor instead.
         shares, most = self._sorted, _INFEASIBLE / times
+        # Even the fastest request was infeasible, which says nothing about feasible ones.
         if not shares or shares[0] > most:
             return _NOTHING_KNOWN
         num_held, num_all = len(shares), len(shares)
         if shares[-1] > most:
             num_held = bisect_right(shares, most)
+        # A few infeasible requests count among the 100th that may be late.
         counted = num_held if num_all - num_held > _MAX_INFEASIBLE_SHARE * num_all else num_all
         index = min(num_held - 1, int(_QUANTILE * (counted - 1) + 0.5))
         return _Summary(times * shares[index], 1 - bisect_right(shares, 1 / times) / num_all)

@@ -34,6 +34,7 @@ def infeasible_last(
     queue: Sequence[RequestProgress], view: View, latency: LatencyModel
 ) -> Sequence[RequestProgress]:
     """Return a queue in its order, with infeasible requests moved to its end."""
+    # The usual case: nobody is late yet, so no prompt has to be predicted.
     if all(view.now_s <= request.info.arrival_s + request.info.ttft_s for request in queue):
         return queue
     return sorted(queue, key=lambda request: is_infeasible(request, view, latency))

@@ -83,6 +83,7 @@ def feasible_slo(
         default: SLO of requests that bring none.
         max_tokens: Maximum number of tokens of its output.
     """
+    # On average, decode steps see half of the output.
     context = num_prompt_tokens + max_tokens // 2
     ttft_s = MIN_TIMES_ALONE * latency.prompt_s(num_prompt_tokens)
     tpot_s = MIN_TIMES_ALONE * latency.decode_s(num_requests=1, context=context)

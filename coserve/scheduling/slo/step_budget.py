@@ -153,23 +153,30 @@ class StepBudget:
         if not prompts:
             return _NO_PROMPTS
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
+        # Prompts may have all of the longest gap but the decode step in it.
         max_share = max(MAX_SHARE, 1 - decode_s / (self._settings.max_gap_tpots * self.tpot_s))
         due_s = {each.id: self.due_at_s(each) for each in prompts}
         aged, timely, infeasible = (list[RequestProgress]() for _ in range(3))
         share = needed_s = 0.0
         for prompt in by_priority(sorted(prompts, key=lambda each: due_s[each.id])):
             alone_s = self._latency.prompt_s(prompt.num_rows, prompt.num_past)
+            # Time until the prompt is due, shortened by the margin and the decode step.
             left_s = (due_s[prompt.id] - now_s) / late - decode_s
             if alone_s > left_s:
                 (aged if has_waited(prompt, self._view) else infeasible).append(prompt)
                 continue
             timely.append(prompt)
+            # A prompt that no longer fits behind the others cannot be in time, and counts for
+            # nothing; the first one always counts.
             if needed_s + alone_s <= max_share * left_s or not needed_s:
                 needed_s += alone_s
+                # The tightest of the deadlines decides on the share.
                 share = max(share, needed_s / left_s)
         first_due_s = min([each_s for each_s in due_s.values() if each_s > now_s], default=inf)
+        # One aged prompt at a time, so that prompts in time keep theirs.
         if share:
             return PromptsNeed(share, max_share, aged[:1], [*timely, *infeasible], first_due_s)
+        # None can be in time: aged prompts are simply the first.
         return PromptsNeed(share, max_share, [], [*aged, *infeasible], first_due_s)
 
     def deadlines(
@@ -211,9 +218,11 @@ class StepBudget:
         if need.share > URGENT_SHARE:
             # At the very pace no request would catch up.
             urgent_s = (deadlines.urgent_s - now_s) / late
+            # A step of begun_s / (1 - share) leaves prompts that share of it.
             seconds = max(seconds, min(begun_s / (1 - min(need.share, need.max_share)), urgent_s))
         if not others_want_time and self.allowance.frees_pace:
             seconds = max(seconds, (deadlines.free_s - now_s) / late)
+        # Without a prompt that can be in time, infeasible ones still advance.
         return PrefillBudget(seconds, need.share > MAX_ARRIVAL_SHARE or not need.share)
 
     def before_prompts(self, deadlines: Deadlines, need: PromptsNeed) -> Deadlines:
@@ -234,6 +243,7 @@ class StepBudget:
         Args:
             requests_s: Time of the requests' part.
         """
+        # Jobs give way wholly.
         if self._queues(memory):
             return 0.0, inf
         max_s = self.max_jobs_s(requests_s)
@@ -248,6 +258,7 @@ class StepBudget:
     def _queues(self, memory: MemoryPlan) -> bool:
         """Return whether a request that can still be in time waits for pages or a slot."""
         view = self._view
+        # The request is spared on purpose: the pack that it waits for must run.
         if memory.waits_for_pack or not view.waiting:
             return False
         admitted = set(memory.admit)
@@ -265,6 +276,7 @@ class StepBudget:
         """
         view = self._view
         slots = 1 - len(memory.requests) / view.max_requests
+        # Packs and batch work make room for requests, so their pages count as free.
         given = sum([job.num_pages for job in memory.jobs]) + sum(
             [each.num_held for each in memory.batch]
         )
