@@ -88,8 +88,7 @@ def run_losses(pieces: Sequence[tuple[JoiningPass, int]]) -> None:
     """
     joined: dict[int, list[tuple[JoiningPass, int]]] = {}
     for training, max_rows in pieces:
-        # A head with tensors of an adapter runs by itself; all others of one program run as a
-        # batch.
+        # A head with tensors of an adapter runs by itself; others of one program are a batch.
         key = id(training if training.adapter.tensors("head") else training.programs.loss)
         joined.setdefault(key, []).append((training, max_rows))
     for group in joined.values():

@@ -92,6 +92,7 @@ class AdapterOptimizer:
         loop for a second.
         """
         states = [self._states[name] for name in self._masters]
+        # Counted before the kernel runs, whose bias correction reads the number of this step.
         steps = [state["step"] for state in states]
         beta1, beta2 = self.config.betas
         torch._foreach_add_(steps, 1)
@@ -112,9 +113,8 @@ class AdapterOptimizer:
             grad_scale=divisor,
             found_inf=found_inf,
         )
-        torch._foreach_sub_(
-            steps, [found_inf] * len(steps)
-        )  # a step that was left out is not counted
+        # A step that was left out is not counted.
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def moment_shapes(self) -> dict[str, Tensor]:
         """Return tensors without memory, of the shapes and strides of `moments`, also before the
@@ -190,7 +190,7 @@ class AdapterOptimizer:
                 raise ValueError(
                     f"the optimizer's state of {name} must have its shape, {list(master.shape)}"
                 )
-            # Fused, it keeps even the count of its steps beside the parameter.
+            # The fused kernel needs the count of steps on the parameter's device, too.
             states[name] = {
                 field: value.to(
                     "cpu" if on_host and field in _MOMENTS else master.device, copy=True

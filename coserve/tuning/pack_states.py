@@ -18,10 +18,9 @@ from coserve.kernels.gated_delta import CHUNK_ROWS
 # The tensor's name among those that a pass saves of a part.
 STATES = "states"
 _RUNNING, _GRADIENT = 0, 1
-NUM_PLACES, NUM_FIXED = (
-    1,
-    2,
-)  # of a block that only runs forward; of one that runs backward, beside one for each chunk
+# Number of states of a block that only runs forward, and of one that runs backward, which has
+# another one for each chunk.
+NUM_PLACES, NUM_FIXED = 1, 2
 
 # The first row of a sequence, and the first and last-plus-one row of a piece of it, all counted in
 # the pack.
@@ -66,10 +65,12 @@ class PackStates:
             runs=self._of(pieces, states),
             store=TensorStates(states),
             gradient=states[_GRADIENT],
+            # Only the window's first piece can begin within a sequence: all others begin theirs.
             lead=self._lead(pieces[0], tensors),
         )
 
     def _of(self, pieces: Sequence[Piece], states: Tensor) -> list[StateRun]:
+        # All blocks go through the same windows, so each window's runs are made once.
         key = pieces[0][1], pieces[-1][2], states.shape[0] > NUM_PLACES
         if key not in self._runs:
             start, _, keeps = key
@@ -78,6 +79,8 @@ class PackStates:
 
     def _lead(self, piece: Piece, tensors: Iterable[Tensor]) -> Lead | None:
         begin, first, _ = piece
+        # Row of the last state that was kept; the rows from there on lead to the window's first
+        # state.
         start = max(begin, first // CHUNK_ROWS * CHUNK_ROWS)
         if start == first:
             return None
@@ -97,6 +100,7 @@ class PackStates:
         places = torch.tensor(
             [_place(first, keeps=keeps), _place(last, keeps=keeps)], device=self._device
         )
+        # A sequence begins without a state.
         fresh = torch.ones(1, dtype=torch.bool, device=self._device) if first == begin else None
         rows = slice(first - start, last - start)
         return StateRun(

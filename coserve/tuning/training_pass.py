@@ -101,8 +101,7 @@ class TrainingPass:
         self._bypasses = None if bare else adapter.bypasses(training=training)
         self.is_bare, self.scores = bare, scores
         self.captured, self._window_rows = captured, dict[tuple[int, int], WindowInputs]()
-        # Keys follow from a row's number in the whole job, so masks do not depend on how rows are
-        # packed.
+        # Keys follow from a row's number in the job, so masks do not depend on windows.
         ids = dropout_row_ids(dropout_seed, torch.arange(first_row, first_row + pack.num_rows))
         # Rows of the pack that have a loss, int64 [num_trained].
         trained = (pack.targets != UNTRAINED).nonzero()[:, 0]
@@ -273,8 +272,7 @@ class TrainingPass:
         """Store the gradient for the part below; after a part's first row, let its saved tensors
         go.
         """
-        # None for the lowest trained part, and where a captured call has stored the gradient
-        # itself.
+        # None for the lowest trained part, and where a captured call has stored it already.
         if gradient is not None:
             self.kept.rows[start:end] = gradient
         self._tasklet = None

@@ -64,8 +64,7 @@ class WindowInputs:
             Copied.OWN: (first, n),
             Copied.EARLIER: (0, first),
             Copied.SEEN: (0, first + n),
-            # Backward, the last window of a pack comes first and finds no sums; the first one
-            # leaves none.
+            # Backward, a pack's last window comes first and loads no sums; its first stores none.
             Copied.SUMS_BEFORE: (0, m if first + n < m else 0),
             Copied.SUMS_AFTER: (0, m if first else 0),
         }
@@ -159,8 +158,7 @@ class WindowRoom:
 
     def enter(self, window: WindowInputs) -> None:
         """Copy a window's tables into the room, unless they are there."""
-        # All blocks of a window bring the same object (`TrainingPass.window_rows`): it is copied
-        # once.
+        # All blocks bring the same object for a window (`window_rows`): it is copied once.
         if self._window is window:
             return
         self._window, n = window, window.num_rows
