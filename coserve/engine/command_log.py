@@ -102,7 +102,8 @@ class CommandLog:
         self._step: _Sent | None = None  # entries of the last step
         # Number of commands that the device has answered; None: not known, as after an error.
         self._num_answered: int | None = None
-        self._openings: set[str] = set()  # requests that a command in the log opens, and some more
+        # Requests that a command in the log opens; some of the commands may be done already.
+        self._openings: set[str] = set()
         self.on_lost: Callable[[], None] = lambda: None
         """Called where a command that nobody waits for has failed, or may have: what it was to
         bring is not there."""

@@ -148,8 +148,8 @@ class PageManager:
         if len(window.run) >= need.min_pages:
             # The pack's own runs below may shrink the window, but not below what the pack needs.
             window.require(need.min_pages)
-            # Before the pack, whose runs would lie in its way, and so far that they find room
-            # elsewhere.
+            # Grown before the pack's runs are taken, which would lie in its way, and only so far
+            # that these still find room.
             self._grow_window(need, num_kept=sum(sizes), may_move=self.on_move is not None)
             # First without the window's pages, then at the cost of those that it can lend.
             with suppress(BudgetError):

@@ -184,7 +184,6 @@ def _window(planned: PlannedRows, jobs: Mapping[str, Job]) -> PlannedRows | None
 
 
 def _limited(job: Job, piece: Piece) -> Piece:
-    # Pieces halve after the device ran out of memory (`MemoryFailures`).
     """Return a piece of a job with no more rows than its memory failures allow."""
     num_rows = job.progress.memory_failures.limit(piece.rows)
     return piece if num_rows == piece.rows else structs.replace(piece, rows=num_rows)
@@ -270,7 +269,7 @@ def update_latency_model(
     # What ran beside the forward pass was compared in `_observe_sides`; this is the rest.
     after_s = planned.backward_s * (run - beside)
     for (section, _), num_rows in joined.items():
-        # Waiting for weights is no work.
+        # Time spent waiting for weights is not work.
         seconds = result.backward_s - result.weights_wait_s
         corrections.observe(section, num_rows, False, predicted_s=after_s, measured_s=seconds)
     for number in (
@@ -281,7 +280,7 @@ def update_latency_model(
         )
     # The time of a step outside the device's sections: planning, messages, results.
     latency.overhead.observe(step_s - result.seconds, begins=bool(plan.begin))
-    # No plan counts copies, and waiting for them: they teach nothing about what it does count.
+    # Plans predict neither copies nor waits for weights, so both are left out of the comparison.
     waited_s = result.copy_s + result.weights_wait_s
     latency.observe_step(
         predicted_s=planned.seconds_with(planned.backward_s * run), measured_s=step_s - waited_s

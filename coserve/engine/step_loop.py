@@ -133,8 +133,8 @@ class StepLoop:
         self._step = _Begun(view, plan, batch, started_s)
         try:
             self._log.submit(batch)
-        # Ctrl-C included: the device may have begun the step or not.
         except BaseException as error:
+            # Ctrl-C included: the device may have begun the step or not.
             self._step = None
             self._forget(batch, error)
             raise
@@ -340,7 +340,7 @@ class StepLoop:
             isinstance(each, PlaceOptimizer) and not each.num_pages for each in batch.commands
         )
         self._swap.note_step(result.copy_s, result.weights_room_s, have_left=have_left)
-        # A step that ran out of memory halves the limit; each good step gives 1/64 of it back.
+        # A step that ran out of memory halves the limit; each good step raises it by 1/64.
         self._max_step_rows = min(
             self._config.max_step_rows, self._max_step_rows + 1 + self._max_step_rows // 64
         )

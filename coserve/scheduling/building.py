@@ -43,8 +43,8 @@ MIN_WINDOW_ROWS = 16
 # compile a product for each number of rows, which takes a tenth of the loss of 128 rows over a
 # large vocabulary, and cut it into tiles.
 LOSS_ROWS_STEP = 32
-# Either may cost `MAX_ROW_COST` times per row what one of as many rows would; a smaller one waits
-# until more time has been saved up, where that can be: slack is spent in lumps.
+# A window or piece of a loss may cost up to `MAX_ROW_COST` times as much per row as one of this
+# many rows. A dearer one waits, where it can, until more time has been saved up.
 GOOD_ROWS = 256
 
 

@@ -62,6 +62,7 @@ class SharedMemoryPlan(MemoryPlan):
         """Give waiting requests their pages and slots, in this order, until no tenant can have
         more. Lines of a batch among them get what is free in their turn.
         """
+        # Tenants that get nothing more in this plan.
         blocked = set(self._short)
         tenants = {each.info.tenant for each in self._view.waiting}
         slots = Counter([each.info.tenant for each in self.requests])
@@ -70,6 +71,7 @@ class SharedMemoryPlan(MemoryPlan):
             if tenant in blocked or not request.may_start:
                 continue
             self.claimant = tenant
+            # Lines of a batch take only free room; they never have others make some.
             if request.info.batch_due_s is not None:
                 if tenant not in self._short_of_batch and self._has_room_for_batch(request):
                     self._add_batch(request)

@@ -138,7 +138,7 @@ class SharingModel:
             alone = between(
                 share.rows, share.forward if side == "forward" else share.backward, rows
             )
-            # Equation 2 divided by equation 3: interference grows with the other side's units.
+            # The speed alone (equation 2), slowed as the other side has more units (equation 3).
             self._measured[key] = alone / (1 + interference * other / self._sharing.num_units)
         return self._measured[key]
 

@@ -28,7 +28,8 @@ from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.tasklet import BackwardWindow
 from coserve.tuning.window_rooms import RoomSize, WindowInputs, WindowRoom, size_for
 
-# A call is captured at this use: capturing takes some times what one call saves.
+# Number of the use at which a call is captured: capturing takes several times as long as one call
+# saves.
 _CAPTURED_AT = 2
 # Rooms of an adapter; for more, those of sizes that were not used for long are let go: they lie
 # beside the page pool, and the largest of an 8B model takes some 100 MB.

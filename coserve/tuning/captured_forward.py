@@ -17,8 +17,7 @@ from coserve.models.bypasses import Bypasses
 from coserve.tuning.pass_memory import PassMemory
 from coserve.tuning.window_rooms import Copied, RoomRows, WindowRoom
 
-# Slices of a block's addresses (`PassMemory.addresses`): saved tensors without keys and values, and
-# these.
+# Slices of a block's addresses (`PassMemory.addresses`): saved tensors, and keys and values.
 _KEPT, _KEY_VALUES = slice(1, -4), slice(-4, -2)
 
 
@@ -71,16 +70,15 @@ class CapturedForward:
         for part, room in rooms.items():
             number = backbone.architecture.parts.index(part)
             rows = RoomRows(room, programs[part], bypasses, number)
-            # Blocks that share a room share its copies, too.
             self._blocks.append(_Block(part=part, room=room, rows=rows, others=places[part]))
+            # Blocks that share a room share its copies, too.
             if room not in self._copies:
                 names, stores = pack.addressed(part)[:-2], [room.keys[0], room.values[0]]
                 self._copies[room] = _Copies(
                     kept=room.copies([room.saved[name] for name in names]),
                     key_values=room.copies(stores, in_place=True),
-                # A captured call reads fixed places, so a pack's addresses are copied here before
-                # each call.
                 )
+        # A captured call reads fixed places: a pack's addresses are copied here before it.
         self._others = torch.empty_like(addresses)
 
     def enter(self, x: Tensor, pack: PassMemory) -> None:
@@ -93,19 +91,18 @@ class CapturedForward:
         self._others.copy_(pack.addresses[0])
 
     def leave(self, num_rows: int) -> Tensor:
-        # A copy, since the next call overwrites the room.
         """Return the output of the last block."""
+        # A copy, since the next call overwrites the room.
         return self._blocks[-1].room.x[:num_rows].clone()
 
     def run(self) -> None:
         before = self._blocks[0].room
         for block in self._blocks:
-            # The input of the block is the output of the one before, in that one's room.
             room, others, copies = block.room, self._others[block.others], self._copies[block.room]
+            # The input of the block is the output of the one before, in that one's room.
             if room is not before:
-                # K and V of earlier rows come from the pack; what the block keeps of its own rows
-                # goes there.
                 room.x.copy_(before.x)
+            # K and V of earlier rows come from the pack; what is kept of the own rows goes there.
             copies.key_values.load(others[_KEY_VALUES], room.copied[Copied.EARLIER])
             room.x.copy_(forward_part(self._backbone, [block.rows], block.part, room.x))
             copies.kept.store(others[_KEPT], room.copied[Copied.OWN])

@@ -78,7 +78,9 @@ class Cursor:
         """Return the rows run forward and backward: one counts once forward, and once for the loss
         and all trained parts backward.
         """
+        # Parts reversed as a whole, and rows of the current part from its end.
         num_reversed: float = (self.num_parts_done + 1) * self.num_rows - self.num_backward_rows
+        # The loss counts as one more part backward.
         if self.loss_done:
             num_reversed += self.num_rows
         elif self.num_loss_rows:
@@ -112,7 +114,7 @@ class Cursor:
 
     def next_backward(self, max_rows: int) -> tuple[int, int]:
         """Return the first and last-plus-one row of the current part's next backward window."""
-        # Asked for each of the tasklets of a step, some dozen times.
+        # Called for each tasklet of a step, so the conditions are written out.
         loss_done = (
             self.num_loss_rows == self.num_trained and self.num_forward_rows == self.num_rows
         )
@@ -127,6 +129,7 @@ class Cursor:
         """Count as many backward windows, each of at most this many rows, as run."""
         left = -(-self.num_backward_rows // max_rows)  # of the current part
         if number >= left:
+            # After the current part come whole parts, then windows of the part after these.
             num_parts, number = divmod(number - left, -(-self.num_rows // max_rows))
             self.num_parts_done += 1 + num_parts
             self.num_backward_rows = self.num_rows
@@ -170,6 +173,7 @@ class LayerwiseCursor(Cursor):
         super().__init__(
             num_rows=num_rows, num_trained=0, num_parts=forward_turns + loss_turns + num_parts
         )
+        # The phase is "backward" from the start: all that comes before it are turns, too.
         self.num_forward_rows = num_rows
         self._forward_turns, self._turns_before = forward_turns, forward_turns + loss_turns
 
@@ -182,6 +186,8 @@ class LayerwiseCursor(Cursor):
         return self.num_parts_done >= self._forward_turns
 
     def num_rows_run(self, num_trained_parts: int) -> float:
+        # Turns done, the current one by its rows; all turns together count as two passes of the
+        # rows.
         num_turns = self.num_parts_done + 1 - self.num_backward_rows / self.num_rows
         return 2 * self.num_rows * num_turns / self.num_parts
 

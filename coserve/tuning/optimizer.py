@@ -92,9 +92,9 @@ class AdapterOptimizer:
         loop for a second.
         """
         states = [self._states[name] for name in self._masters]
-        # Counted before the kernel runs, whose bias correction reads the number of this step.
         steps = [state["step"] for state in states]
         beta1, beta2 = self.config.betas
+        # Counted before the kernel runs, whose bias correction reads the number of this step.
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
             list(self._masters.values()),

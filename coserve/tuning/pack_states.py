@@ -79,8 +79,7 @@ class PackStates:
 
     def _lead(self, piece: Piece, tensors: Iterable[Tensor]) -> Lead | None:
         begin, first, _ = piece
-        # Row of the last state that was kept; the rows from there on lead to the window's first
-        # state.
+        # The last row whose state was kept; rows from there on lead to the window's first state.
         start = max(begin, first // CHUNK_ROWS * CHUNK_ROWS)
         if start == first:
             return None

@@ -92,8 +92,8 @@ class Answers:
             self._asked[name] = job, index
             try:
                 self._add(name, question.prompt, params, own or job.name, job.tenant)
-            # A question that cannot be asked counts as wrong; it must not fail the job.
             except (RequestError, AdapterError) as error:
+                # A question that cannot be asked counts as wrong; it must not fail the job.
                 del self._asked[name]
                 self._close(job, index, str(error))
 

@@ -65,7 +65,6 @@ class JobPosition:
     """Number of examples of the job."""
     num_tokens: int
     """Number of tokens of its examples."""
-    # The best evaluation so far.
     best: BestEvaluation = field(default_factory=BestEvaluation)
     """Best evaluation so far."""
 
@@ -152,6 +151,7 @@ class Checkpoint:
             part.mkdir(parents=True)
             self.state.write(part)
             _write(part / POSITION_FILE, json.dumps(asdict(self.position), indent=2) + "\n")
+            # Durable before the rename makes it visible.
             _sync(part)
             return _move(part, parent / f"step-{self.position.num_steps_done}")
         except OSError as error:

@@ -305,8 +305,8 @@ class JobLifecycle:
             exchange = self._take_in(job, len(combination.directories))
         common = exchange.common
         if not gives_gradients and meets:
-            # Before the end: without memory for it all this comes again.
-            # Only the first node writes checkpoints, so only that one keeps a copy.
+            # Copied before `end`: without memory for it, all of this is done again. Only the first
+            # node writes checkpoints, so the others keep no copy.
             common = (
                 self._copies.checkpoint(job.id, job.position())
                 if exchange.shard.index == 0

@@ -69,12 +69,12 @@ class JobMemory:
             DeviceMemoryError: there is no memory beside the pages; nothing is allocated.
         """
         other_model, pack = job.costs.other, job.next_pack
-        # Sizes as they were on the host, where a pack may have released groups already.
         if pack is None or _waits_for_another(job, others):
             return False
         needs, away, measures = job.pack_needs, job.progress.swapped, job.progress.measures
         sizes: Sequence[int | None]
         if away is not None:
+            # A pack on the host may have released some of its groups already.
             sizes = away.group_pages
         else:
             sizes = needs.group_pages(pack.num_rows, self._pages.pool.page_bytes, measures=measures)

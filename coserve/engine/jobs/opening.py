@@ -133,8 +133,8 @@ class JobOpener:
             )
             if position is not None:
                 job.resume(position)
-        # Interruptions included: the device may hold a trainer for a job that will not exist.
         except BaseException:
+            # Interruptions included: the device may hold a trainer for a job that will not exist.
             self._log.send(DropTrainer(job_id))
             with suppress(DeviceGoneError):
                 self._log.flush()

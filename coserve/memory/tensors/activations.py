@@ -67,6 +67,7 @@ class LentRuns:
             start += _aligned(prod(shape) * kind.itemsize)
         if start > room.shape[0]:
             raise BudgetError(f"{start} bytes do not fit into {num_pages} pages")
+        # One view of the run for each dtype, out of which the tensors are cut.
         rooms = {kind: room.view(kind) for kind in {kind for _, kind in shapes.values()}}
         return {
             name: part_of(rooms[kind], shape, start // kind.itemsize)

@@ -261,6 +261,7 @@ class _CacheRows(RowGroup):
             self._apart = _segments(
                 torch.ones_like(positions), positions + 1, first_page, needed, tables.pages
             )
+            # Page of each row: the tables are one flat list, in which `first_page` is an index.
             pages = tables.pages[first_page + positions // block]
             numbers = torch.stack([int_tensor(flat), positions, pages])
             new = [

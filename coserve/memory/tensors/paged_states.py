@@ -34,6 +34,7 @@ class PagedStates:
             layer: Number of the block.
         """
         sizes, page_bytes = local.state_sizes, storage.shape[1]
+        # States of all blocks lie one after another in a request's pages, each aligned.
         start = sum(_aligned_bytes(size) for other, size in sizes.items() if other < layer)
         end = start + _FLOAT_BYTES * sizes[layer]
         self._storage, self._tables = storage, tables
@@ -46,6 +47,7 @@ class PagedStates:
     def read(self, places: Tensor) -> Tensor:
         pages = self._tables[places]
         parts = [self._storage[pages[:, page], first:last] for page, first, last in self._parts]
+        # Bytes of the pages side by side are the state again, float32 [places, size].
         return torch.cat(parts, 1).view(torch.float32)
 
     def write(self, places: Tensor, states: Tensor) -> None:
@@ -78,6 +80,7 @@ def _run(
     length: int, pieces: Sequence[tuple[int, int]], starts: Sequence[int], device: torch.device
 ) -> StateRun:
     places = on_device([place for place, _ in pieces], device)
+    # A sequence's first rows begin without a state.
     fresh = [not starts[place] for place, _ in pieces]
     begin, num_rows = pieces[0][1], length * len(pieces)
     rows: slice | Tensor = slice(begin, begin + num_rows)

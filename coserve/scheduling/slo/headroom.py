@@ -27,8 +27,8 @@ _QUANTILE = 0.99
 # What 99 of 100 use is known from this many requests on, or once they have been watched for this
 # many seconds.
 _KNOWN_REQUESTS, _KNOWN_S = 256, 120.0
-# What used more than this was infeasible whatever jobs did: one fewer of the 100th that may be.
-# Where more than this share was, the promise is broken anyway, and is made to the others.
+# A request that used more than this was infeasible whatever jobs did, and counts among the 1 in 100
+# that may be late. Beyond this share of them the promise is broken, and only made to the others.
 _INFEASIBLE, _MAX_INFEASIBLE_SHARE = 1.25, 0.05
 # Seconds over which what requests use of the time is averaged, and for which the most of it is
 # remembered.
@@ -183,7 +183,7 @@ class _Recent:
         num_held, num_all = len(shares), len(shares)
         if shares[-1] > most:
             num_held = bisect_right(shares, most)
-        # A few infeasible requests count among the 100th that may be late.
+        # Few infeasible requests count among those that may be late; many are left out.
         counted = num_held if num_all - num_held > _MAX_INFEASIBLE_SHARE * num_all else num_all
         index = min(num_held - 1, int(_QUANTILE * (counted - 1) + 0.5))
         return _Summary(times * shares[index], 1 - bisect_right(shares, 1 / times) / num_all)

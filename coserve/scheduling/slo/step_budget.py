@@ -216,7 +216,7 @@ class StepBudget:
         now_s, late = self._view.now_s, 1 + self._latency.corrections.margin
         seconds = deadlines.prompts_s - now_s
         if need.share > URGENT_SHARE:
-            # At the very pace no request would catch up.
+            # With the margin taken off: exactly at that pace no request would catch up.
             urgent_s = (deadlines.urgent_s - now_s) / late
             # A step of begun_s / (1 - share) leaves prompts that share of it.
             seconds = max(seconds, min(begun_s / (1 - min(need.share, need.max_share)), urgent_s))
@@ -243,7 +243,7 @@ class StepBudget:
         Args:
             requests_s: Time of the requests' part.
         """
-        # Jobs give way wholly.
+        # Jobs give way wholly while a request could be in time with their pages or time.
         if self._queues(memory):
             return 0.0, inf
         max_s = self.max_jobs_s(requests_s)
