@@ -240,7 +240,7 @@ class CommandLog:
     def _settle(self, sent: _Sent) -> None:
         """Mark which of the sent entries are done, and which are to be replayed."""
         if sent.entries:
-            # The cached count may be older than the entries, so the device is asked.
+            # The cached count may be older than the entries, so it is read from the device.
             self._num_answered = None
             num_done = self._known_count() - sent.num_answered
             assert 0 <= num_done <= len(sent.entries), "commands came to the device beside the log"

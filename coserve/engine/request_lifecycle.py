@@ -215,7 +215,7 @@ class RequestLifecycle:
                 # A chunk of its own: the token before is part of the text.
                 chunk = request.end("stop")
                 emit(chunk)
-            # Batch work is not latency-bound, so its times say nothing about headroom.
+            # Batch work has no latency to keep, so its times are no measure of headroom.
             if (
                 request.num_output <= 1 or chunk.finish_reason is not None
             ) and not request.is_batch:

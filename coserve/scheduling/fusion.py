@@ -85,7 +85,7 @@ def _cuts(
             if total_s <= cheapest[0]:
                 cheapest = (total_s, first)
         best.append(cheapest)
-    # Read backward: each entry says where the last hybrid task begins.
+    # Followed from the end: each entry has the index at which its last hybrid task begins.
     cuts = [len(shapes)]
     while cuts[-1]:
         cuts.append(best[cuts[-1]][1])

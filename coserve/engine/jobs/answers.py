@@ -93,7 +93,7 @@ class Answers:
             try:
                 self._add(name, question.prompt, params, own or job.name, job.tenant)
             except (RequestError, AdapterError) as error:
-                # A question that cannot be asked counts as wrong; it must not fail the job.
+                # A question that cannot become a request counts as wrong; it must not fail the job.
                 del self._asked[name]
                 self._close(job, index, str(error))
 

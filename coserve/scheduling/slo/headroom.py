@@ -64,7 +64,7 @@ class SloHeadroom:
     def add_step(self, plan: Plan, taken: Taken, *, started_s: float, ended_s: float) -> None:
         """Record a step and what was taken of it."""
         planned = plan.prediction
-        # A step without rows says nothing about requests.
+        # A step without rows is no measure of requests.
         if not planned.forward_s:
             return
         own_s, seconds = profiled_s(planned), ended_s - started_s
@@ -177,7 +177,7 @@ class _Recent:
     def _summarize(self, times: float) -> _Summary:
         # The values stay as they are; limits are divided by the factor instead.
         shares, most = self._sorted, _INFEASIBLE / times
-        # Even the fastest request was infeasible, which says nothing about feasible ones.
+        # Even the fastest request was infeasible: nothing is known of feasible ones.
         if not shares or shares[0] > most:
             return _NOTHING_KNOWN
         num_held, num_all = len(shares), len(shares)
