@@ -19,6 +19,7 @@ def split_rows(x: Tensor, size: int) -> Sequence[Tensor]:
     row; n is at least 1.
     """
     missing = -x.shape[0] % size
+    # Copies of a real row and not zeros: any kernel can run on them, and none divides by zero.
     x = torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) if missing else x.contiguous()
     return torch.split(x, size)
 
@@ -37,6 +38,7 @@ def in_blocks(
         row_slots: each node's inputs that have rows, [n, …].
         size: rows of a block.
     """
+    # By identity, so that a tensor that several nodes read is cut only once.
     tensors = {
         id(given[slot]): given[slot]
         for given, slots in zip(inputs, row_slots, strict=True)

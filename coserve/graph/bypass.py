@@ -96,6 +96,7 @@ class AttachedBypass:
             return None
         last = self.nodes[-1]
         reads = {name for node in self.nodes for name in node.input.values()}
+        # The site's own product can then take the low-rank result into its sum (see `models.bypass_runs`).
         is_before = (
             last.op == "low_rank" and last.outputs[0][1] == self.result and self.base not in reads
         )
@@ -140,6 +141,7 @@ def attach(
     if unknown := [site for site in bypasses if site not in graph.node]:
         raise GraphError(f"no node {', '.join(unknown)} to attach a bypass to")
     tensors, nodes, attached_bypasses = dict(graph.spec), list[Node](), {}
+    # By the node that the result is added at, which the loop meets in the graph's order.
     sites = {(at or {}).get(site, site): site for site in bypasses}
     for node in graph.nodes:
         if (site := sites.get(node.name)) is None:
@@ -172,6 +174,8 @@ def _attach_at(
         return [host], AttachedBypass(
             nodes=(), source=source, base=output, result=output, instead=instead
         )
+    # The site's result moves to a new name, and the sum takes the old one: readers stay as they
+    # are.
     base = f"{site}.base"
     tensors[base] = replace(graph.spec[output], name=base)
     host = replace(host, outputs=((slot, base), *node.outputs[1:]))
@@ -184,11 +188,14 @@ def _attach_at(
     for tensor in bypass.graph.tensors:
         is_site_weight = tensor.kind == "weight"
         if tensor.name in bypass.rows or is_site_weight:
+            # `host` may have the adapter's own weights in its slots; a bypass at a later sum reads
+            # the site's.
             given = host if node is site_node else site_node
             read_name = given.input.get(tensor.name, "") if is_site_weight else read[tensor.name]
             _check_is_read(tensor, tensors.get(read_name), site)
             names[tensor.name] = read_name
             continue
+        # Constants, such as row ids for dropout, are the same for all bypasses of a batch.
         name = tensor.name if tensor.kind == "constant" else f"{site}.{tensor.name}"
         names[tensor.name] = name
         tensors[name] = replace(tensor, name=name)

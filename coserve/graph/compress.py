@@ -25,6 +25,7 @@ def compress(backward: BackwardGraph) -> BackwardGraph:
         slots = [
             slot
             for slot in gradient.node.operator.sign_suffices
+            # One reader, which is this one: signs beside the whole tensor would only add bytes.
             if slot in reads and readers[reads[slot]] == 1
         ]
         signs = tuple(

@@ -66,6 +66,8 @@ def differentiate(graph: Graph, of: Collection[str] | None = None) -> BackwardGr
     Raises:
         GraphError: an operator on the way has no rule.
     """
+    # Tensors with a gradient so far. Readers come before producers in this order, so a node's
+    # outputs are complete when the node is met.
     reached = set(graph.outputs if of is None else of)
     nodes = []
     for node in reversed(graph.nodes):

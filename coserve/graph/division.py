@@ -74,6 +74,7 @@ def dividable(graph: Graph, states: Mapping[str, AnyState], size: int) -> frozen
         size: number of ranks.
     """
     width = prod(graph.spec[graph.outputs[0]].shape)
+    # Other windows read these, or rows before their own, for which no gather is scheduled.
     others = {*graph.kv_tensors, *graph.lead_tensors}
     return frozenset(
         spec.name

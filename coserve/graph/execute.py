@@ -36,9 +36,11 @@ def run_nodes(
         return SIBLING_FUSIONS[first.op].run(inputs, context)
 
     inputs = [_inputs(node, values, weights) for node in nodes]
+    # Attention takes all rows at once: the context, not the operator, says which rows are whose.
     if context.block_rows is None or first.operator.whole:
         results_of_nodes = run(inputs)
     else:
+        # Only tensors with rows are cut into blocks; every block reads the weights whole.
         row_slots = [[slot for slot, name in node.inputs if name not in weights] for node in nodes]
         results_of_nodes = in_blocks(run, inputs, row_slots, context.block_rows)
     return {
@@ -99,6 +101,7 @@ def run_graph(
         for node in run:
             if after is not None:
                 after(node, values)
+            # `after` comes first: it may read or save what this node was the last reader of.
             for name in graph.frees[node.name]:
                 values.pop(name, None)
 
@@ -148,6 +151,7 @@ class BackwardRun:
         restored or recomputed.
         """
         held = (*self._values.values(), *self._gradients.values())
+        # By storage: two names may stand for one tensor, or for views of one.
         tensors = {tensor.untyped_storage() for tensor in held}
         return sum(storage.nbytes() for storage in tensors)
 
@@ -196,6 +200,8 @@ class BackwardRun:
             self._reverse_each(step, owners)
 
     def _finish(self, step: Instruction) -> None:
+        # Tensors that were given are not in `_values`, so nothing is popped: the caller frees
+        # these.
         for name in step.frees:
             self._values.pop(name, None)
         for name in step.frees_gradients:
@@ -224,6 +230,8 @@ class BackwardRun:
             return self._values[name]
         value = self._given[name]
         if isinstance(value, JoinedRows) and not apart:
+            # Joined once and kept for later readers; `step.frees` drops the copy like any other
+            # tensor.
             value = self._values[name] = torch.cat(value.tensors)
         return value
 
@@ -239,6 +247,7 @@ class BackwardRun:
         if owners is None:
             results = rule.forward(inputs, node.attribute, self._context)
         else:
+            # Parameters of several adapters: each owner's rows run with its own ones.
             each = [
                 rule.forward(self._own(step, inputs, index, rows), node.attribute, self._context)
                 for index, rows in enumerate(owners.slices)
@@ -262,9 +271,12 @@ class BackwardRun:
             rule.vjp(wanted, inputs, gradients, node.attribute, self._context) if wanted else {}
         )
         for slot, value in results.items():
+            # A restored tensor of the forward pass, not a gradient.
             if slot in node.output:
                 self._values[node.output[slot]] = value
             else:
+                # Such a slot's VJP gives a new tensor; others may return the output's gradient
+                # itself.
                 is_new = (node.op, slot) in GRADIENT_SUMS
                 self._accumulate(node.input[slot], value, is_new=is_new)
 
@@ -297,7 +309,10 @@ class BackwardRun:
     def _reverse_each(self, step: Instruction, owners: AdapterRows) -> None:
         """Reverse a node that has parameters, for one owner after the other."""
         node, rule = step.node, step.node.operator
+        # Rows may lie apart in every slot, since each owner's are read on their own.
         inputs, gradients = self._inputs(step, rule.inputs), self._output_gradients(step)
+        # Row gradients that exist already are added to in place, a slice of rows per owner; sums of
+        # parameters belong to one owner each and are handled with the results below.
         totals = {
             slot: self._row_sum(node.input[slot])
             for slot in step.wanted
@@ -317,12 +332,15 @@ class BackwardRun:
                 else {}
             )
             for slot, value in results.items():
+                # A restored output has no input slot, hence the default, which no accumulator has
+                # as its name.
                 accumulator = self._accumulators.get(node.input.get(slot, ""))
                 if isinstance(accumulator, Grouped):
                     accumulator.tensors[index].add_(value)
                 else:
                     parts.setdefault(slot, []).append(value)
         for slot, values in parts.items():
+            # Owners came in the order of their rows, so the parts join to the rows of the window.
             whole = torch.cat(values)
             if slot in node.output:
                 self._values[node.output[slot]] = whole
@@ -342,6 +360,8 @@ class BackwardRun:
             assert isinstance(accumulator, Tensor), "gradients of several owners are kept apart"
             accumulator.add_(gradient)
         elif tensor in self._gradients:
+            # Not in place: the gradient so far may be somebody else's tensor. The sum is this run's
+            # own.
             self._gradients[tensor] = self._gradients[tensor] + gradient
             self._sums.add(tensor)
         else:
@@ -361,6 +381,7 @@ class BackwardRun:
 
     def _row_sum(self, tensor: str) -> Tensor:
         """Return the gradient so far, to be added to in place."""
+        # Copy before the first write, in case somebody else holds the tensor.
         if tensor not in self._sums:
             self._gradients[tensor] = self._gradients[tensor].clone()
             self._sums.add(tensor)
@@ -371,6 +392,7 @@ def _is_product(step: Instruction, graph: Graph) -> bool:
     """Return whether an instruction is the input gradient of a product with a weight of the
     backbone, and nothing else.
     """
+    # A node that also gives a weight's or bias's gradient needs its own rows apart from others'.
     if step.kind != "reverse" or step.wanted != ("x",) or not step.node.operator.joins_rows:
         return False
     return graph.spec[step.node.input["weight"]].kind == "weight"
@@ -382,6 +404,7 @@ def run_together(runs: Sequence[BackwardRun], graph: Graph) -> None:
     Each runs its own instructions, but a product with a weight of the backbone takes the rows of
     all runs that have it.
     """
+    # Programs differ in their bypasses but share the backbone's nodes, at which runs can meet.
     place = {node.name: index for index, node in enumerate(graph.nodes)}
     waiting: dict[BackwardRun, str | None] = {run: run.advance_to_product(place) for run in runs}
     while left := {run: name for run, name in waiting.items() if name is not None}:
@@ -408,6 +431,7 @@ def _multiply(runs: Sequence[BackwardRun]) -> None:
     gradients = [
         run._output_gradients(product)["y"] for run, product in zip(runs, products, strict=True)
     ]
+    # The only input is the backbone's weight, which is the same for all runs.
     inputs, node = runs[0]._inputs(products[0]), products[0].node
     x_gradients = node.operator.vjp(
         ("x",), inputs, {"y": torch.cat(gradients)}, node.attribute, runs[0]._context

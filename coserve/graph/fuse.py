@@ -80,15 +80,19 @@ def _fused(
     rooms: Collection[str] = (),
 ) -> Graph:
     # Nodes are visited in execution order, so a row also matches what earlier rows replaced.
+    # A tensor can vanish into a fused node only if no one but the matching node reads it.
     readers = Counter(name for node in graph.nodes for name in node.input.values())
     single = {name for name, count in readers.items() if count == 1} - set(graph.outputs)
     nodes: dict[str, Node] = {}
     producer: dict[str, Node] = {}
     constants = list[TensorSpec]()
     for node in graph.nodes:
+        # The first row that matches wins, so a table lists more specific rows first.
         for row in rows:
             match = _Match(producer, single.difference(kept), single.intersection(rooms))
             if match.is_at(node, row.pattern):
+                # The fused node stands where the last of its nodes stood: all its inputs exist by
+                # then.
                 for inner in match.inside:
                     del nodes[inner.name]
                 constants += [
@@ -135,6 +139,7 @@ class _Match:
 
     def is_at(self, node: Node, pattern: Pattern) -> bool:
         """Return whether a node, and those before it, match the pattern."""
+        # A node may leave optional slots of the pattern empty, but may not have others.
         if node.op not in pattern.ops or not node.input.keys() <= pattern.inputs.keys():
             return False
         if pattern.attributes is not None:
@@ -145,6 +150,8 @@ class _Match:
 
     def _takes(self, name: str, wanted: str | Pattern) -> bool:
         if isinstance(wanted, str):
+            # The slot's first tensor is remembered; the same slot elsewhere must be the same
+            # tensor.
             return self._inputs.setdefault(wanted, name) == name
         if (made_by := self._producer.get(name)) is None:
             return False
@@ -176,6 +183,7 @@ def _with_general(graph: Graph) -> Graph:
     They can then run at once (`Graph.runs`).
     """
     nodes = list(graph.nodes)
+    # Nodes of one operator already run at once; only mixed neighbours need the general one.
     for first, last in _siblings(nodes):
         ops = {node.op for node in nodes[first:last]}
         if len(ops) > 1:
@@ -191,6 +199,7 @@ def _siblings(nodes: Sequence[Node]) -> Iterator[tuple[int, int]]:
     def kind(place: int) -> tuple[str, str]:
         node = nodes[place]
         if (row := SIBLING_FUSIONS.get(node.op)) is None:
+            # A key of its own, so that a node without a row is alone in its group.
             return "", node.name
         return row.general, node.input[row.shared]
 

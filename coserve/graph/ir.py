@@ -76,6 +76,7 @@ class Graph:
         ):
             raise GraphError("a graph names two tensors or two nodes alike")
         computed = {name for node in self.nodes for name in node.output.values()}
+        # Everything that no node makes is given from outside, and is there from the start.
         known = {name for name in self.spec if name not in computed}
         for node in self.nodes:
             if missing := [name for name in node.input.values() if name not in known]:
@@ -151,6 +152,8 @@ class Graph:
         """Return, by node, the row tensors that no later node reads. A forward pass drops them
         there.
         """
+        # Later nodes overwrite earlier entries, so each tensor ends with its last reader (or, if it
+        # has none, with its producer).
         last = {
             name: node.name
             for node in self.nodes

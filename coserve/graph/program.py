@@ -165,6 +165,7 @@ def link(
     fused: Collection[str] = (),
 ) -> Program:
     """Return the program of a backward graph under one choice of what to keep."""
+    # Fuse before `_with_frees`: what no later instruction reads depends on the final order.
     steps = _fused(_Scheduler(backward, retention).schedule(), fused)
     graph = with_pieces(backward.graph, retention.divided, retention.division)
     return Program(
@@ -196,8 +197,10 @@ class _Scheduler:
             later = tuple(slot for slot in gradient.wanted if slot not in now)
             if later:
                 waiting.append(replace(gradient, wanted=later))
+            # Row gradients are never deferred: only leaves may wait (`Retention.restored`).
             if now:
                 self._reverse(replace(gradient, wanted=now))
+            # A reversal may restore what others wait for, so the list is made anew after each.
             while ready := [
                 late for late in waiting if all(self._can_read(late, slot) for slot in late.wanted)
             ]:
@@ -226,8 +229,10 @@ class _Scheduler:
             node = gathering(self._graph.spec[tensor], self._retention.division)
         else:
             node = self._graph.producer[tensor]
+            # Depth first: the steps that make a node's inputs come before the node's own.
             for name in node.input.values():
                 self._provide(name)
+        # One run gives all of the node's outputs, those that were not asked for as well.
         self._available.update(node.output.values())
         self._steps.append(Instruction(kind="recompute", node=node, reads=node.inputs))
 
@@ -236,6 +241,7 @@ class _Scheduler:
         for name in reads.values():
             self._provide(name)
         restored: tuple[str, ...] = ()
+        # A VJP restores an output only while it holds every row input (see `can_restore`).
         if {name for name in node.input.values() if self._graph.spec[name].kind == "row"} <= set(
             reads.values()
         ):
@@ -269,6 +275,8 @@ def _fused(steps: list[Instruction], operators: Collection[str]) -> list[Instruc
         if node is None:
             merged.append(step)
             continue
+        # Of the first node, gradients other than x's stay an instruction of their own, in its
+        # place.
         merged.pop()
         if rest := tuple(slot for slot in before.wanted if slot != "x"):
             merged.append(_narrowed(before, rest))
@@ -292,12 +300,15 @@ def _narrowed(step: Instruction, wanted: tuple[str, ...]) -> Instruction:
 
 def _with_frees(steps: list[Instruction], asked: Collection[str]) -> tuple[Instruction, ...]:
     """Add to each instruction the tensors and gradients that no later one reads."""
+    # Instructions are visited last to first: the first that touches a name is its last reader.
     tensors: set[str] = set()
+    # Gradients that were asked for count as read at the end, so nothing frees them.
     gradients: set[str] = set(asked)
     finished = []
     for step in reversed(steps):
         read = [name for _, name in step.reads]
         outputs = step.node.output.values()
+        # Outputs, too: a restored or recomputed one may have no further reader.
         frees = tuple(dict.fromkeys(name for name in (*read, *outputs) if name not in tensors))
         tensors.update(frees)
         frees_gradients = tuple(

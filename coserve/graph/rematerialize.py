@@ -121,6 +121,7 @@ def rematerialize(backward: BackwardGraph, budget_bytes_per_token: int, by: Weig
         BudgetError: none keeps so little.
     """
     choices = frontier(backward, by)
+    # The frontier begins with the fewest FLOPs, so the first that fits costs the least.
     for choice in choices:
         if choice.bytes_per_token <= budget_bytes_per_token:
             return choice
@@ -135,6 +136,7 @@ def keep_least(backward: BackwardGraph, max_recompute: float, by: Weighing) -> R
     a share of the forward and backward pass. The extra FLOPs of `save_all` are always allowed.
     """
     most = max(max_recompute, save_all(backward, by).extra_flops_fraction)
+    # More FLOPs mean fewer bytes along the frontier: the last one allowed keeps the least.
     return [choice for choice in frontier(backward, by) if choice.extra_flops_fraction <= most][-1]
 
 
@@ -145,6 +147,8 @@ def _search(backward: BackwardGraph, by: Weighing, *, recompute: bool) -> tuple[
     A graph of a transformer block is narrow, so there are few such sets. Dominated choices are
     dropped for each.
     """
+    # From the last node to the first, since recomputing a tensor makes its node's inputs needed,
+    # and these come from earlier nodes.
     partials: dict[_Needs, list[_Partial]] = {_first_needs(backward): [_Partial(0, 0.0)]}
     for node in reversed(backward.graph.nodes):
         after: dict[_Needs, list[_Partial]] = {}
@@ -153,6 +157,7 @@ def _search(backward: BackwardGraph, by: Weighing, *, recompute: bool) -> tuple[
                 after.setdefault(rest, []).extend(choice.and_then(step) for choice in choices)
         partials = {needs: _undominated(choices) for needs, choices in after.items()}
     total = _total_flops(backward, by)
+    # What is still needed now are the graph's own inputs, which can only be kept.
     finished = [
         choice.and_then(step)
         for needs, choices in partials.items()
@@ -204,9 +209,12 @@ def _keeping(graph: Graph, ways: Mapping[str, str], by: Weighing) -> _Partial:
 def _first_needs(backward: BackwardGraph) -> _Needs:
     """Return the tensors that the VJPs and later windows of the forward pass read."""
     graph = backward.graph
+    # Keys and values are read by later windows' forward pass, too, so they can never wait.
     needed = {(name, False) for name in graph.kv_tensors}
     for gradient in backward.nodes:
         for slot in gradient.wanted:
+            # Nothing waits for a parameter's gradient, so it can come after the VJP that restores a
+            # tensor.
             can_wait = backward.is_leaf(gradient.node.input[slot])
             needed |= {
                 (name, can_wait)
@@ -240,6 +248,7 @@ def _decisions(
     is_free = {
         name: name not in graph.kv_tensors and name not in graph.lead_tensors for name, _ in outputs
     }
+    # An alias costs no FLOPs, so it is made again even where recomputing is not asked for.
     runs_again = (
         recompute and not node.operator.state_size(node.attribute)
     ) or node.operator.is_alias
@@ -249,6 +258,7 @@ def _decisions(
         + ["recomputed"] * (runs_again and is_free[name])
         for name, wait in outputs
     ]
+    # One way per needed output; running the node again once gives all that are recomputed.
     for ways in product(*options):
         way_of = {name: way for (name, _), way in zip(outputs, ways, strict=True)}
         again, inputs, flops = (
@@ -257,6 +267,8 @@ def _decisions(
             0.0,
         )
         if again:
+            # The inputs are read when the node runs again, hence as early as its most urgent
+            # output.
             can_wait = all(wait for name, wait in outputs if name in again)
             inputs = {
                 (name, can_wait) for name in node.input.values() if graph.spec[name].kind == "row"
@@ -265,6 +277,7 @@ def _decisions(
                 graph.slot_specs(node), node.attribute, by.mean_context_len
             )
             if node.operator.moves:
+                # A collective that runs again takes the link's time again.
                 flops += by.division.link_flops(graph, node, by.compute_dtype)
         restored = frozenset(name for name, way in way_of.items() if way == "restored")
         step = _keeping(graph, way_of, by).and_then(
@@ -289,6 +302,7 @@ def _undominated(choices: list[_Partial]) -> list[_Partial]:
     """Return the choices that no other beats in both bytes and FLOPs."""
     best: list[_Partial] = []
     for choice in sorted(choices, key=lambda choice: (choice.flops, choice.num_bytes)):
+        # By FLOPs: a dearer choice is worth something only if it keeps fewer bytes than all before.
         if not best or choice.num_bytes < best[-1].num_bytes:
             best.append(choice)
     return best

@@ -93,6 +93,7 @@ class Relu(RowWise):
         context: Context,
     ) -> dict[str, Tensor]:
         y, dy = values["y"], gradients["y"]
+        # uint8: `compress` had packed signs saved in place of y.
         positive = context.backend.unpack_signs(y, dy.shape[1]) if y.dtype == torch.uint8 else y > 0
         return {"x": dy * positive}
 
@@ -165,6 +166,7 @@ class ClampedSwiglu(RowWise):
         slope = torch.sigmoid(alpha * gate)
         if "gate" in wanted:
             whole = slope * (1 + alpha * gate * (1 - slope))
+            # No gradient where the clamp was active; the gate is clamped from above only.
             result["gate"] = dy * (up + 1) * whole * (values["gate"] <= limit)
         if "up" in wanted:
             result["up"] = dy * gate * slope * (values["up"].abs() <= limit)

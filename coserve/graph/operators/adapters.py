@@ -198,6 +198,8 @@ class Magnitude(RowWise):
     def forward(
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
+        # base * gain - base, since the site's own result is added unchanged; the bias is not
+        # scaled.
         gain = values["magnitude"] / values["norm"]
         return {"y": (gain - 1) * self._base(values) + gain * values["change"]}
 

@@ -74,6 +74,7 @@ class Attention(Operator):
             "num_key_value_heads": key_heads * k.local // k.width,
         }
         if (slopes := attributes.get("alibi_slopes")) is not None:
+            # Query heads are cut into neighbouring runs, so a rank's slopes are neighbours, too.
             found["alibi_slopes"] = slopes[rank * heads // q.size : (rank + 1) * heads // q.size]
         return found
 
@@ -116,6 +117,7 @@ class Attention(Operator):
                 value_grads=own.value_grads,
             )
             found["q"].append(dq.flatten(1))
+            # Complete by now: windows run last to first, so every later row has added its part.
             found["k"].append(own.key_grads[0, own.place].to(dq.dtype))
             found["v"].append(own.value_grads[0, own.place].to(dq.dtype))
         return {slot: _joined(found[slot]) for slot in wanted}
@@ -124,6 +126,8 @@ class Attention(Operator):
         self, specs: Mapping[str, TensorSpec], attributes: Attributes, mean_context_len: float
     ) -> float:
         return (
+            # Two products (scores, and values weighed by them) of 2 FLOPs per query element and
+            # key.
             4
             * prod(specs["q"].shape)
             * min(mean_context_len, attributes["sliding_window"] or mean_context_len)

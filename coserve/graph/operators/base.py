@@ -251,6 +251,7 @@ class Operator(ABC):
         """Return the cost of one VJP, which reads what it needs and the output gradients, and
         writes the wanted gradients.
         """
+        # `self.outputs` stand for the output gradients, which have the outputs' shapes.
         touched = [
             specs[slot]
             for slot in (*self.reads(wanted, specs), *self.outputs, *wanted)
@@ -267,6 +268,8 @@ class Operator(ABC):
 
         Only listed layouts are used: an operator without any runs on whole tensors.
         """
+        # Linear inputs: parts of sums give a part of the sum, as long as one rank alone adds
+        # constants.
         layouts = [
             Layout(
                 inputs={**dict.fromkeys(slots, PART), **dict.fromkeys(self.added, FIRST)},
@@ -275,6 +278,7 @@ class Operator(ABC):
             for slots in self.linear_in
             if all(PART in given.states.get(slot, ()) for slot in slots)
         ]
+        # Column by column: every cut in which a row input is available works, vectors cut along.
         if self.by_columns:
             slots = wide_rows(given)
             cuts = dict.fromkeys(cut for slot in slots for cut in given.cuts_of(slot))
@@ -368,6 +372,7 @@ def wide_rows(given: Given) -> list[str]:
         slot: spec.shape[-1] for slot, spec in given.specs.items() if spec.per_row and spec.shape
     }
     output = widths.get("y")
+    # Narrower rows, such as one gate per row, are the same for all columns and stay whole.
     return [slot for slot in given.states if widths.get(slot) == output]
 
 

@@ -66,6 +66,7 @@ class Columns(Operator):
         context: Context,
     ) -> dict[str, Tensor]:
         dy = gradients["y"]
+        # Zeros in the columns of other parts, whose own nodes add their gradients.
         total = dy.new_zeros(dy.shape[0], attributes["groups"] * attributes["of"])
         add_to_columns(total, values, gradients, attributes, context)
         return {"x": total}
@@ -144,18 +145,22 @@ def _local_attributes(attributes: Attributes, cut: Cut) -> Attributes | None:
     other groups.
     """
     parts = _parts(attributes) if "widths" in attributes else [attributes]
+    # Where parts begin and end within a group of the whole tensor.
     bounds = [parts[0]["start"], *(each["start"] + each["width"] for each in parts)]
     shapes = set[tuple[int, ...]]()
     for runs in cut.runs:
+        # By group: columns of it that this rank has, counted within the group.
         held: dict[int, list[int]] = {}
         for run in runs:
             for column in range(run.start, run.stop):
                 held.setdefault(column // attributes["of"], []).append(column % attributes["of"])
+        # A group's shape on the rank: how many columns lie before each bound is the local bound.
         of_groups = {
             (len(held), len(each), *(sum(c < bound for c in each) for bound in bounds))
             for each in held.values()
         }
         shapes |= of_groups
+    # One shape for all groups of all ranks, or a single set of attributes does not describe it.
     if len(shapes) != 1:
         return None
     [(groups, of, start, *ends)] = shapes

@@ -69,6 +69,7 @@ class Route(Operator):
     def _of_scores(self, values: Values, grad: Tensor, context: Context) -> Tensor:
         """Return the gradient of all scores, float32 [n, E]."""
         shares: Tensor = values["shares"].float()
+        # The softmax's VJP, p * (g - sum(p g)), over the k chosen scores; all others have none.
         chosen = shares * (grad - (shares * grad).sum(-1, keepdim=True))
         return chosen.new_zeros(len(chosen), values["weight"].shape[0]).scatter_(
             1, values["experts"], chosen
@@ -93,6 +94,7 @@ class RouteOfAll(Route):
         return {"shares": shares.to(values["x"].dtype), "experts": experts}
 
     def _of_scores(self, values: Values, grad: Tensor, context: Context) -> Tensor:
+        # Shares of all experts are needed here, of which only k were kept: hence the product again.
         shares = _scores(values, context).softmax(-1)
         of_shares = torch.zeros_like(shares).scatter_(1, values["experts"], grad)
         return shares * (of_shares - (shares * of_shares).sum(-1, keepdim=True))
@@ -126,6 +128,7 @@ class ExpertLinear(Operator):
         y = given.cuts.get("y")
         if y is not None and (rows := pattern(y, num_chosen)) is not None:
             found.append(Layout(inputs={"weight": rows.along(-2), "bias": rows}, outputs={"y": y}))
+        # A shared x has no cut per expert, so only rows of the matrices can be divided.
         if not given.attributes["shared"]:
             columns = {x: pattern(x, num_chosen) for x in given.cuts_of("x") if x.is_disjoint}
             found += [
@@ -145,6 +148,7 @@ class ExpertLinear(Operator):
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         experts, weight, bias = values["experts"], as_weight(values["weight"]), values.get("bias")
+        # Sort by expert, multiply group by group, and put the results back in the rows' order.
         groups = _Groups(experts, weight.shape[0])
         y = weight.grouped_product(
             context.backend, groups.take(values["x"], weight.shape[2]), groups.ends
@@ -173,6 +177,7 @@ class ExpertLinear(Operator):
             grad = groups.take(dy, weight.shape[1])
             if "x" in wanted:
                 dx = groups.put(weight.grouped_input_gradient(context.backend, grad, groups.ends))
+                # [n, k, in]: a shared x went to all k experts, so their gradients add up.
                 result["x"] = dx.view(*experts.shape, -1).sum(1) if attributes["shared"] else dx
             if "weight" in wanted:
                 x = groups.take(values["x"], weight.shape[2])
@@ -232,6 +237,8 @@ class _Groups:
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         self._shape = experts.shape
+        # Place i * k + j of row i's j-th expert. Stable: an expert's rows stay in the batch's
+        # order.
         self.experts, self._order = experts.flatten().sort(stable=True)
         """The expert of each sorted place, int64 [n * k]."""
         counts = torch.bincount(self.experts, minlength=num_experts)
@@ -240,6 +247,7 @@ class _Groups:
 
     def take(self, x: Tensor, width: int) -> Tensor:
         """Return rows [n, width] or [n, k * width] as those of the sorted places [n * k, width]."""
+        # With k = 1 both layouts are the same, and places are rows.
         is_shared = x.shape[1] == width and self._shape[1] > 1
         places = self._order // self._shape[1] if is_shared else self._order
         return x.reshape(-1, width).index_select(0, places)

@@ -104,6 +104,7 @@ def products_of_same_rows(runs: Sequence[Values], context: Context) -> list[dict
     """
     weights = _weights(runs)
     biases = [values.get("bias") for values in runs]
+    # Weights that lie row after row in memory are one matrix: one product reads x once for all.
     if (piece := piece_of(weights, biases)) is not None:
         results = _products(runs, piece.whole, piece.bias, piece.sizes, context)
         return [{"y": y} for y in results]
@@ -129,6 +130,7 @@ def _products(
     """
     backend, x = context.backend, runs[0]["x"]
     added = _added(runs, sizes)
+    # Quantised weights have no dense matrix for the kernel: they take the way below.
     if added and (dense := as_dense(whole)) is not None:
         y = backend.fused.get(LinearAndLowRank.name, _no_kernel)(x, dense, bias, added)
         if y is not None:
@@ -137,6 +139,7 @@ def _products(
     if added:
         for values, y in zip(runs, results, strict=True):
             if "narrow" in values:
+                # In place: y is a view of this run's columns of the product.
                 backend.low_rank_product(values["narrow"], values["factor"], y)
     return results
 
@@ -174,6 +177,8 @@ class GatedLinear(_Fused):
             added = _added(halves, piece.sizes)
             y = self._kernel(context)(values["x"], dense, piece.bias, added, rooms)
             if y is not None:
+                # The kernel has written the factors into their rooms; without rooms they are not
+                # kept.
                 return {"y": y, **dict(zip(("gate", "up"), rooms, strict=False))}
         gate, up = (results["y"] for results in products_of_same_rows(halves, context))
         return {"y": context.backend.silu_mul(gate, up), "gate": gate, "up": up}
@@ -196,6 +201,7 @@ def _added(runs: Sequence[Values], sizes: Sequence[int]) -> list[LowRankRows]:
     """Return the low-rank products that are added, at their columns where the results stand side by
     side.
     """
+    # `first` counts columns of all runs' results side by side.
     added, first = list[LowRankRows](), 0
     for values, size in zip(runs, sizes, strict=True):
         if "narrow" in values:
@@ -262,5 +268,6 @@ def _gradient_beside_low_rank(
         dx = kernel(dy, dense, LowRankGradient(narrow=dnarrow, a=factor), total)
         if dx is not None:
             return dx
+    # Without the kernel: the low-rank part first, onto which the product's gradient is added.
     total = backend.low_rank_input_gradient(dnarrow, factor, total)
     return weight.input_gradient(backend, dy, total)

@@ -45,6 +45,7 @@ class GatedDelta(Operator):
         return GatedDeltaSpec(**attributes).state_size
 
     def layouts(self, given: Given) -> Sequence[Layout]:
+        # Only whole heads can be divided, since a state belongs to one head.
         cuts = self.demands(given)
         if not all(cut in given.states.get(slot, ()) for slot, cut in cuts.items()):
             return []
@@ -73,6 +74,7 @@ class GatedDelta(Operator):
         x, heads = states["x"], states["a"]
         if not isinstance(x, Cut) or not isinstance(heads, Cut):
             return attributes
+        # x is queries, keys and values side by side, and there are as many query as key heads.
         keys = (x.local - heads.local * attributes["value_dim"]) // (2 * attributes["key_dim"])
         return {**attributes, "num_key_heads": keys, "num_value_heads": heads.local}
 
@@ -84,6 +86,7 @@ class GatedDelta(Operator):
         y = x.new_empty(x.shape[0], spec.num_value_heads * spec.value_dim)
         for own in context.states:
             rows, into = [values[slot][own.rows] for slot in _ROWS], y[own.rows]
+            # In order: a run may begin with the state that one before it has written.
             for run in own.runs:
                 found, state = context.backend.gated_delta(
                     _pieces(run, rows), weights, run.state(own.store), spec
@@ -110,11 +113,16 @@ class GatedDelta(Operator):
         for own in context.states:
             assert own.gradient is not None, "requests run forward only"
             rows, grad = [values[slot][own.rows] for slot in _ROWS], gradients["y"][own.rows]
+            # Before any gradient: [pieces, state size] for each run, as the forward pass had them.
             states = [run.state(own.store) for run in own.runs]
             if (lead := own.lead) is not None:
+                # Only some states are kept; rows since the last kept one run again for the first
+                # piece's.
                 _, states[0] = backend.gated_delta(
                     _pieces(lead.run, lead.tensors), weights, lead.run.state(own.store), spec
                 )
+            # [1, state size]; from the last piece to the first, each gives the gradient of the
+            # state before it.
             state_grad = own.gradient[None]
             for run, state in zip(reversed(own.runs), reversed(states), strict=True):
                 piece = backend.gated_delta_gradient(
@@ -126,6 +134,7 @@ class GatedDelta(Operator):
                     total += getattr(piece.weights, slot)
                 # The rows before the first row of a sequence are another sequence's.
                 state_grad = piece.state if run.fresh is None else torch.zeros_like(piece.state)
+            # For the window before this one, which is reversed next.
             own.gradient.copy_(state_grad[0])
         return {slot: value for slot, value in {**found, **sums}.items() if slot in wanted}
 

@@ -36,6 +36,7 @@ class _Product(Operator):
         found = list(super().layouts(given))
         if (cut := given.cuts.get("y")) is not None:
             found.append(Layout(inputs={"weight": cut.along(-2), "bias": cut}, outputs={"y": cut}))
+        # A weight cut by columns takes x in the same cut; each rank gives a part of the sum.
         found += [
             Layout(inputs={"x": cut, "weight": cut, "bias": FIRST}, outputs={"y": PART})
             for cut in given.cuts_of("x")
@@ -45,6 +46,7 @@ class _Product(Operator):
 
     def demands(self, given: Given) -> dict[str, Cut]:
         cut = even_cut(given.specs["x"].shape[0], given.size)
+        # x cut evenly serves the layout by columns, whose only collective is the sum of y.
         return {} if cut is None else {"x": cut}
 
     def vjp_flops_per_row(
@@ -179,6 +181,7 @@ class DropoutLowRank(_Product):
             x_grad = context.backend.low_rank_input_gradient(dy, values["weight"])
             result["x"] = dropped(x_grad, values, attributes, context)
         if "weight" in wanted:
+            # The mask follows from row ids and salt alone, so it is made again instead of saved.
             kept = dropped(values["x"], values, attributes, context)
             result["weight"] = _low_rank_gradient(dy, kept, context)
         return result
@@ -293,12 +296,14 @@ class Embedding(Operator):
     def _entries(self, values: Values, attributes: Attributes) -> tuple[Tensor, Tensor]:
         """Return the entry that each row looks up, and whether it looks up nothing."""
         ids = -1 - values["ids"] if attributes.get("virtual") else values["ids"]
+        # A rank with a part of the table: ids of other ranks' entries look up nothing here.
         if "first" in attributes:
             entries = ids + (attributes["offset"] - attributes["first"])
             num_entries = values["weight"].shape[0]
             return entries.clamp(0, num_entries - 1), (ids < 0) | (entries < 0) | (
                 entries >= num_entries
             )
+        # Clamped, since ids beyond the table must not fault; such a row's result is not used.
         last = values["weight"].shape[0] - 1 - attributes["offset"]
         return ids.clamp(0, last) + attributes["offset"], ids < 0
 
@@ -306,6 +311,7 @@ class Embedding(Operator):
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         entries, absent = self._entries(values, attributes)
+        # Any valid entry where there is none; those rows are zeroed right after.
         rows = torch.nn.functional.embedding(entries.masked_fill(absent, 0), values["weight"])
         return {"y": rows.masked_fill_(absent[:, None], 0)}
 

@@ -103,10 +103,13 @@ class LinearCrossEntropy(Operator):
         context: Context,
     ) -> dict[str, Tensor]:
         given = (values["logits"], values["targets"], values["log_sum"], gradients["loss"])
+        # The usual case, a frozen head; gradients of weight or bias need the logits' gradient
+        # stored.
         if set(wanted) == {"x"} and (kernel := context.backend.fused.get(self.name)) is not None:
             weight = as_dense(as_weight(values["weight"]))
             if weight is not None and (found := kernel(*given, weight)) is not None:
                 return {"x": found}
+        # The logits' gradient takes their place in memory (`overwrites`).
         dy = context.backend.cross_entropy_gradient(*given, overwrites=True)
         return _LINEAR.vjp(wanted, values, {"y": dy}, attributes, context)
 

@@ -33,6 +33,7 @@ class RmsNorm(RowWise):
         """
         features, found = given.specs["weight"].shape[0], list[Layout]()
         for cut in given.cuts_of("x"):
+            # The norm spans the whole row, so ranks have to add up their sums of squares.
             if features == cut.width:
                 if len(set(cut.copies)) > 1:
                     continue  # the sum of squares would count some columns more often than others
@@ -43,6 +44,7 @@ class RmsNorm(RowWise):
                 for runs in cut.runs
                 for run in runs
             ):
+                # A norm per head on whole heads needs nothing of other ranks.
                 found.append(Layout(inputs={"x": cut}, outputs={"y": cut}))
         return found
 
@@ -56,6 +58,7 @@ class RmsNorm(RowWise):
         cut = states["x"]
         if not isinstance(cut, Cut) or states["weight"] is WHOLE:
             return attributes
+        # Columns of all ranks with their copies, as many as the summed squares count.
         return {**attributes, "width": cut.local * cut.size}
 
     def forward(
@@ -132,6 +135,7 @@ class LayerNorm(RowWise):
             result["bias"] = dy.sum(0)
         if "x" in wanted or "weight" in wanted:
             x = values["x"].float()
+            # With n = (x - mean) * scale: dx = scale * (w dy - mean(w dy) - n * mean(w dy n)).
             scale = torch.rsqrt(x.var(-1, correction=0, keepdim=True) + attributes["eps"])
             normalized = (x - x.mean(-1, keepdim=True)) * scale
             if "x" in wanted:

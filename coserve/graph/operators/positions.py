@@ -62,11 +62,13 @@ def _turned(
     apart.
     """
     cos, sin = values["cos"], values["sin"]
+    # Llama's layout: whole heads, halves a width apart, which kernels take as they are.
     if "head_dim" not in attributes:
         return turn(x, cos, sin)
     num_rotated: int = cos.shape[1]
     heads = x.view(x.shape[0], -1, attributes["head_dim"])
     part, half = heads[..., :num_rotated], num_rotated // 2
+    # [n, heads, half, 2] -> [n, heads, 2, half]: pairs (2i, 2i + 1) move half a width apart.
     if attributes["interleaved"]:
         part = part.reshape(*heads.shape[:2], half, 2).mT
     part = turn(part.reshape(x.shape[0], -1), cos, sin).view(*heads.shape[:2], num_rotated)

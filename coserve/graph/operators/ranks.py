@@ -117,6 +117,7 @@ class RankGather(_Collective):
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         x, cut = values["x"], attributes["cut"]
+        # Columns beyond the whole width (padding of the last ranks) are left out by `put`.
         y = x.new_empty(x.shape[0], cut.width)
         pieces = context.group.all_gather(x, attributes["tensor"])
         for rank in reversed(
@@ -164,6 +165,7 @@ class RankTake(_Collective):
         context: Context,
     ) -> dict[str, Tensor]:
         dy, cut = gradients["y"], attributes["cut"]
+        # Zeros in other ranks' columns, so that the sum over the ranks is the whole gradient.
         dx = dy.new_zeros(dy.shape[0], cut.width)
         cut.put(dx, dy, context.group.rank)
         return {"x": dx}
@@ -234,6 +236,8 @@ class RankRmsNorm(RowWise):
         if "x" in wanted:
             weight = values["weight"].float()
             weighted = dy * (weight + 1 if attributes.get("plus_one") else weight)
+            # dx = scale * (w dy - x * scale^2 * mean(w dy x)), the mean over the columns of all
+            # ranks.
             along = (weighted * x).sum(-1, keepdim=True)
             mean = context.group.sum_(along, "rank_rms_norm gradient") / attributes["width"]
             result["x"] = (scale * (weighted - x * scale.square() * mean)).to(values["x"].dtype)
@@ -259,6 +263,7 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
         self, values: Values, attributes: Attributes, context: Context
     ) -> dict[str, Tensor]:
         logits = _LINEAR.forward(values, attributes, context)["y"]
+        # Padding of the last rank's vocabulary must not count in any sum or maximum.
         logits[:, attributes["cut"].num_held(context.group.rank) :] = -torch.inf
         targets, is_here = _local_targets(values["targets"], attributes, context)
         # The kernel goes once through the logits, where `logsumexp` would make a float32 copy of
@@ -269,8 +274,10 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
             largest == -torch.inf, -torch.inf
         )  # of a rank without tokens
         of_targets = logits.gather(1, targets[:, None])[:, 0].float().masked_fill_(~is_here, 0)
+        # [rows, 3], float32: one collective for all that the loss needs.
         own = torch.stack([log_sum, largest, of_targets], -1)
         log_sums, largest, found = context.group.all_gather(own, "loss").unbind(-1)
+        # Exactly one rank has a row's target, and the others gave 0, so the sum is its logit.
         log_sum, of_target = log_sums.logsumexp(0), found.sum(0)
         correct = largest.amax(0) <= of_target
         return {
@@ -294,6 +301,7 @@ class RankLinearCrossEntropy(LinearCrossEntropy):
         # right.
         elsewhere = (~is_here).nonzero()[:, 0]
         at = targets[elsewhere]
+        # softmax * gradient, without the -1 of a target; read before the logits are overwritten.
         right = (logits[elsewhere, at].float() - log_sum[elsewhere]).exp_() * loss_grad[elsewhere]
         dy = context.backend.cross_entropy_gradient(
             logits, targets, log_sum, loss_grad, overwrites=True
@@ -323,6 +331,7 @@ def _local_targets(
     """Return each row's target as an entry of this rank (any entry where another has it), and
     whether it is here.
     """
+    # One run: `even_cut` gives each rank neighbouring tokens.
     [run] = attributes["cut"].runs[context.group.rank]
     local = targets - run.start
     last = run.stop - run.start - 1

@@ -122,5 +122,6 @@ def _places(ids: Tensor, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     one.
     """
     in_order, places = _sorted(tokens, ids.device)
+    # Ids above the largest token would point past the end; the comparison below sorts them out.
     found = torch.searchsorted(in_order, ids).clamp_(max=len(tokens) - 1)
     return places[found], in_order[found] == ids

@@ -69,13 +69,16 @@ def place_bypass(
         if tensor.name in node.input
     }
     start |= {name: (state,) for name, state in (fixed or {}).items()}
+    # The bypass reads x as the site has it: the backbone's placement is fixed by now.
     start["x"] = (local.states[node.inputs[0][1]],)
+    # Two candidates: at the site, or after the sum of its parts, where the result is whole.
     places = [(site, local.states[output])]
     readers = [each for each in local.graph.nodes if output in each.input.values()]
     # After the sum the site's input may be gone.
     reads_input = {"x", "experts"} & set(bypass.rows)
     if [each.op for each in readers] == ["rank_sum"] and not bypass.own and not reads_input:
         places.append((readers[0].name, WHOLE))
+    # By score; of equal ones, the site (index 0) wins.
     found = [
         (score, index, PlacedBypass(at=at, placement=placement))
         for index, (at, state) in enumerate(places)
@@ -130,11 +133,13 @@ def attach_local(
             found = placed.placement.local(ranks.rank)
             graph = found.graph
             states |= {f"{site}.{name}": state for name, state in found.states.items()}
+            # `attach` renames the output of the node at which the bypass is added.
             states[f"{site}.base"] = local.states[local.graph.node[placed.at].outputs[0][1]]
             summed |= {
                 f"{site}.{name}" for name in found.summed if graph.spec[name].kind == "parameter"
             }
         specs = {}
+        # Weights that replace the site's are cut, and summed, just as the site's own are.
         for slot, spec in bypass.own.items():
             state = local.states[node.input[slot]]
             specs[slot] = local_spec(spec, state)

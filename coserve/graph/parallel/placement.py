@@ -104,8 +104,10 @@ class GraphPlacement:
             found |= {(tensor.name, state): tensor.name for state in states or (WHOLE,)}
         for decision in self.decisions:
             for slot, name in (*decision.node.inputs, *decision.node.outputs):
+                # What a node itself makes keeps its name; only results of collectives get another.
                 found.setdefault((name, decision.states[slot]), name)
         for each in self.conversions:
+            # Last, since inputs of nodes were noted above by the name that conversions now replace.
             found[each.tensor, each.after] = f"{each.tensor}.{_SUFFIX[each.op]}"
         return found
 
@@ -131,6 +133,7 @@ class GraphPlacement:
 
         def convert(each: Conversion) -> None:
             attributes: list[tuple[str, Any]] = [("tensor", each.tensor)]
+            # A gather undoes the cut that it reads, a take makes the one that it gives.
             cut = each.before if each.op == "rank_gather" else each.after
             if isinstance(cut, Cut):
                 attributes.insert(0, ("cut", cut))
@@ -153,6 +156,8 @@ class GraphPlacement:
             inputs = tuple((slot, declare(name, of[slot])) for slot, name in node.inputs)
             outputs = tuple((slot, declare(name, of[slot])) for slot, name in node.outputs)
             for slot, name in node.inputs:
+                # A gradient that each rank has a part of; `LocalGraph.summed` says when these are
+                # added up.
                 if self.graph.spec[name].kind in ("weight", "parameter") and _is_summed(
                     of[slot], decision
                 ):
@@ -179,6 +184,7 @@ def local_spec(spec: TensorSpec, state: AnyState) -> TensorSpec:
 
 
 def _is_summed(state: AnyState, decision: Decision) -> bool:
+    # Ranks that hold the same entry each have the gradient of their own use of it.
     if isinstance(state, Cut):
         return not state.is_disjoint
     return state is WHOLE and not decision.is_whole

@@ -110,6 +110,7 @@ class Search:
         self._last = {
             name: index for index, node in enumerate(graph.nodes) for name in node.input.values()
         }
+        # Outputs are read after all nodes, so their states tell ways apart to the end.
         self._last |= dict.fromkeys(graph.outputs, len(graph.nodes))
         self._cuts = _demanded(graph, size, wanted or {})
         self._options: dict[tuple[str, tuple[tuple[str, Forms], ...]], list[Layout]] = {}
@@ -209,6 +210,8 @@ class Search:
                 for layout in self._layouts(node, {slot: forms[node.input[slot]] for slot in rows})
             ),
         ]
+        # Each candidate in turn: the states that it needs, the collectives that lead there, and its
+        # cost.
         for layout, is_whole, num_copied in candidates:
             states: dict[str, AnyState] = dict.fromkeys(node.tensor, WHOLE)
             if not is_whole:
@@ -240,6 +243,7 @@ class Search:
                 if steps is None:
                     break
                 conversions += steps
+                # A converted form stays: a later reader of it pays for no second collective.
                 after[name] = after[name] | {step.after for step in steps}
             else:
                 after |= {
@@ -247,6 +251,7 @@ class Search:
                     for slot, name in node.outputs
                     if _has_gradient(specs[slot])
                 }
+                # What a rank stores for this node; only weights and parameters count, not rows.
                 held = [
                     _held(specs[slot], states[slot])
                     for slot, _ in node.inputs
@@ -265,6 +270,7 @@ class Search:
                     conversions=tuple(conversions),
                     is_whole=is_whole,
                 )
+                # The last tie-breaker: of equal placements, the one whose ranks compute less.
                 work = sum(
                     prod(local_spec(specs[slot], states[slot]).shape) for slot in node.output
                 )
@@ -272,6 +278,7 @@ class Search:
                 yield after, _plus(more, further), decision
 
     def _layouts(self, node: Node, states: dict[str, Forms]) -> list[Layout]:
+        # Many ways reach a node with the same states of its inputs; layouts depend on nothing else.
         key = (node.name, tuple(states.items()))
         if key not in self._options:
             given = Given(
@@ -299,6 +306,7 @@ class Search:
                 if collectives
                 else None
             )
+        # Forward a copy is the tensor itself; it exists for its backward pass, which sums.
         if wanted is COPIED:
             before = self._converted(name, forms, WHOLE)
             return (
@@ -309,6 +317,8 @@ class Search:
             return (
                 None if before is None else [*before, Conversion("rank_first", name, WHOLE, PART)]
             )
+        # From COPIED: the gradient of a take covers one rank's columns only, and the copy adds all
+        # up.
         if isinstance(wanted, Cut) and self._may_take:
             before = self._converted(name, forms, COPIED)
             return (
@@ -318,6 +328,7 @@ class Search:
 
     def _link(self, step: Conversion) -> int:
         """Return the elements of a row that a collective moves, forward and backward together."""
+        # A sum is a scatter and a gather, hence twice the width; a copy sums its gradient instead.
         width = self._graph.spec[step.tensor].shape[-1]
         return {"rank_sum": 2 * width, "rank_copy": 2 * width, "rank_gather": width}.get(step.op, 0)
 
@@ -333,6 +344,7 @@ def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, C
     for node in reversed(graph.nodes):
         for name in node.output.values():
             width = graph.spec[name].shape[-1] if graph.spec[name].shape else 1
+            # Without a demand: columns side by side, which a later gather can join.
             cut = _common(asked[name]) if name in asked else even_cut(width, size)
             if cut is not None:
                 cuts[name] = cut
@@ -340,6 +352,7 @@ def _demanded(graph: Graph, size: int, wanted: Mapping[str, Cut]) -> dict[str, C
             size=size,
             specs=graph.slot_specs(node),
             attributes=node.attribute,
+            # No forms yet: demands follow from the cuts of the outputs alone, on the way back.
             states={
                 slot: frozenset() for slot, name in node.inputs if _has_gradient(graph.spec[name])
             },
