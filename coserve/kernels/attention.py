@@ -77,11 +77,13 @@ class PageTables:
     @cached_property
     def first_page(self) -> Tensor:
         """Return the place in `pages` where each sequence begins, int64 [sequences]."""
+        # Pages before each sequence: sums without its own.
         return int_tensor([0, *accumulate(map(len, self.tables))][:-1])
 
     @cached_property
     def pages(self) -> Tensor:
         """Return the pages of all sequences, int64."""
+        # Bytes are joined as they are, without a Python integer for every page.
         if set(map(type, self.tables)) == {array}:
             joined = bytearray().join(self.tables)  # type: ignore[arg-type]
             return torch.frombuffer(joined, dtype=torch.int64)
@@ -176,7 +178,9 @@ class SegmentTable(Sequence[Segment]):
     def take(self, which: Tensor) -> "SegmentTable":
         """Return the table of some segments, int64 [n], with no other pages than theirs."""
         num_pages = self.num_pages[which]
+        # Where each segment's pages begin in the new table.
         first_page = num_pages.cumsum(0) - num_pages
+        # For each page of the new table, the distance to its place in the old one.
         sources = torch.repeat_interleave(self.first_page[which] - first_page, num_pages)
         return SegmentTable(
             num_rows=self.num_rows[which],

@@ -25,6 +25,7 @@ def dropout_row_ids(seed: int, rows: Tensor) -> Tensor:
     are never used twice.
     """
     low, high = _mix(rows), _mix(rows >> 32)
+    # 64 bits of the row number and 64 of the seed, mixed so that neighbours have unrelated keys.
     return _mix(low ^ _mix(high + (seed & _MASK_32)) ^ ((seed >> 32) & _MASK_32))
 
 
@@ -32,6 +33,7 @@ def dropout_ids_of_part(keys: Tensor, part: int) -> Tensor:
     """Return the rows' keys (int64 [n]) for one part of a model, so that its parts drop
     independently of each other.
     """
+    # About 2^32 divided by the golden ratio: keys of neighbouring parts land far apart.
     return _mix(keys + part * 0x9E3779B1)
 
 
@@ -42,6 +44,7 @@ def dropout_mask(keys: Tensor, width: int, *, p: float, salt: int) -> Tensor:
         keys: int64 [n] from `dropout_row_ids`.
         salt: distinguishes the places of a model that drop features of the same row.
     """
+    # [width], the same for all rows; a row's key is mixed in below.
     features = _as_int32(_mix(torch.arange(width, device=keys.device) + (salt & _MASK_32)))
     rows = _as_int32(keys)
     kept = torch.empty(keys.shape[0], width, dtype=torch.bool, device=keys.device)

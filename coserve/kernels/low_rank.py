@@ -87,6 +87,7 @@ class LowRankAdapter:
 
     def __init__(self, places: Sequence[LowRankFactors | None]) -> None:
         self.places = tuple(places)
+        # Whether rows need ids for dropout; served adapters never drop.
         self.drops = any(factors is not None and factors.dropout is not None for factors in places)
         # A bit for each place at which it sits.
         self.mask = sum(1 << index for index, factors in enumerate(places) if factors is not None)
@@ -121,6 +122,7 @@ class LowRankAdapter:
         factors = [
             tensor for place in self.places if place is not None for tensor in (place.a, place.b)
         ]
+        # Contiguous factors only, since kernels get an address and no strides.
         return frozenset(
             tensor.dtype if tensor.is_contiguous() and not tensor.is_meta else None
             for tensor in factors
@@ -133,6 +135,7 @@ def _numbers(place: LowRankFactors | None) -> Sequence[int]:
         return (0,) * PLACE_NUMBERS
     factors = (place.a.data_ptr(), place.b.data_ptr(), place.a.shape[0], _bits(place.scale))
     drop = place.dropout
+    # The two zeros are filled in per step, for adapters whose rows are kept (`AdapterBatch`).
     return (*factors, 0, 0, *((0, 0, 0) if drop is None else (drop.part, drop.salt, _bits(drop.p))))
 
 
@@ -201,6 +204,7 @@ class AdapterBatch:
         )
         if len(which) == len(self.adapters):
             return self
+        # Layers mostly have the same adapters, so one smaller batch serves them all.
         if which not in self._parts:
             adapters, rows = zip(
                 *((self.adapters[index], self._rows[index]) for index in which), strict=True
@@ -229,6 +233,7 @@ class AdapterBatch:
         9], on the CPU.
         """
         tables = torch.stack([adapter.addresses for adapter in self.adapters])
+        # `stack` has copied, so this step's numbers do not stay in the adapters' own tables.
         for own, kept in zip(tables[len(tables) - len(self._kept) :], self._kept, strict=True):
             own[:, 4], own[:, 5] = kept.narrow, kept.dropout_row_ids.data_ptr()
         return tables

@@ -44,6 +44,7 @@ class TracedPiece:
     @property
     def num_pairs(self) -> int:
         """Return the number of pairs of a row and a key that it sees."""
+        # About: the rows see num_keys - num_rows + 1 to num_keys keys.
         return self.num_rows * (self.num_keys - self.num_rows // 2)
 
 

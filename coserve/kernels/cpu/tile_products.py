@@ -48,6 +48,7 @@ class TileProducts:
         (n, inner), outer = x.shape, weight.shape[0]
         if not self._fit(x, weight, bias) or not are_bfloat16(weight):
             return None
+        # Without a product for many rows, PyTorch's is the faster one beyond this.
         if n > MAX_ROWS and not has_wide_products(self._kernels):
             return None
         y = torch.empty(n, outer, dtype=x.dtype)
@@ -103,6 +104,7 @@ class TileProducts:
         (n, inner), outer = x.shape, weight.shape[0]
         gate, up = keep
         assert gate.shape == up.shape == (n, outer // 2)
+        # The kernel takes one step between rows for both.
         if not are_bfloat16(gate, up) or gate.stride(0) != up.stride(0):
             return None
         y = torch.empty(n, outer // 2, dtype=x.dtype)
@@ -133,6 +135,7 @@ class TileProducts:
             or not all(_fit_added(n, each) for each in added)
         ):
             return None
+        # Six numbers for each low-rank product, as `wide_tiles.cpp` reads them.
         table = list[int]()
         for narrow, b, first in added:
             end = first + b.shape[0]
@@ -166,7 +169,9 @@ class TileProducts:
             return None
         if added is not None and not _fit_added_gradient(n, inner, added):
             return None
+        # `onto` is read and written by the kernel, so its rows may have a step of their own.
         x_grad = torch.empty(n, inner, dtype=grad.dtype) if onto is None else onto
+        # A null address: nothing is added.
         low_rank = (0, 0, 0, 0)
         if added is not None:
             narrow, a = added
@@ -235,6 +240,7 @@ def _fit_added(n: int, added: LowRankRows) -> bool:
     are not faster.
     """
     (columns, rank), narrow = added.b.shape, added.narrow
+    # A tile has 32 columns, and none may be of two low-rank products.
     if columns % 32 or added.first % 32 or not 0 < rank <= _MAX_RANK or narrow.shape != (n, rank):
         return False
     return added.b.is_contiguous() and are_bfloat16(added.b, narrow)
@@ -253,6 +259,7 @@ def fit_weight(weight: Tensor, bias: Tensor | None) -> bool:
     are contiguous.
     """
     outer, inner = weight.shape
+    # A row of an AMX tile has 64 bytes: 32 numbers of bfloat16, or 64 of int8.
     if inner * weight.itemsize % 64 or outer % 32 or not weight.is_contiguous():
         return False
     return bias is None or (bias.shape == (outer,) and bias.is_contiguous() and are_bfloat16(bias))

@@ -103,6 +103,7 @@ class CpuTrace(Trace[PlainBackend]):
         self.has_adapters = False
         self.has_attention_tiles = kernels.has_tiles and dtype == torch.bfloat16
         self.head_width = 0
+        # Limits of the whole list of calls: each recorded call may lower them.
         self.max_rows = 1 << 30
         self.has_tile_products = False
 
@@ -143,6 +144,7 @@ class CpuTrace(Trace[PlainBackend]):
         return TracedGroup(self, group)
 
     def input(self, name: str, width: int) -> Tensor:
+        # Addresses of inputs come after the fixed numbers of a step.
         number = self._inputs.setdefault(name, len(STEP_NUMBERS) + len(self._inputs))
         return cast(Tensor, TracedRows(self, number, width=width, step=width))
 
@@ -151,6 +153,7 @@ class CpuTrace(Trace[PlainBackend]):
         if not isinstance(x, MemorySlot | TracedRows):
             raise UntraceableError
         step_bytes = x.row_bytes if isinstance(x, MemorySlot) else x.step * self.dtype.itemsize
+        # The distance of two rows, and the bytes of one: rows may be columns of wider ones.
         self.call(
             "keep_rows", x, step_bytes, x.row_bytes, *_WINDOWS, len(self.kept), step("num_threads")
         )
@@ -160,6 +163,7 @@ class CpuTrace(Trace[PlainBackend]):
         x = self.rows(rows)
         self._kept_names[store.data_ptr()] = name
         page_step, *within = store.stride()
+        # Rows are copied as bytes: same dtype, same width, and no gaps within a page.
         if store.dtype != self.dtype or store.shape[2] != x.width or within != [x.width, 1]:
             raise UntraceableError
         size = self.dtype.itemsize
@@ -175,6 +179,7 @@ class CpuTrace(Trace[PlainBackend]):
     def end(self, output: Tensor) -> TracedCalls:
         """Complete the trace, whose result are these rows."""
         y = self.rows(output)
+        # The output must be rows of their own in the step's memory, not columns of others.
         if not isinstance(y.source, MemorySlot) or y.first or y.step != y.width:
             raise UntraceableError
         return CpuCalls(
@@ -241,6 +246,7 @@ class CpuTrace(Trace[PlainBackend]):
         """
         if self._numbers[name] < 0:
             raise UntraceableError
+        # As `calls.cpp` reads it: kernel, number of arguments, and three numbers for each of these.
         self._calls += [self._numbers[name], len(arguments)]
         for argument in arguments:
             self._calls += self._argument(argument)
@@ -255,9 +261,11 @@ class CpuTrace(Trace[PlainBackend]):
             case MemorySlot():
                 return ROWS, value.start, 0
             case Tensor():
+                # Recorded by its address, so the calls hold the tensor to keep its memory.
                 self._read.append(value)
                 return CONSTANT, 0, value.data_ptr()
             case float():
+                # All numbers are int64: a float travels as its bits.
                 return CONSTANT, 0, unpack("q", pack("d", value))[0]
             case int() | None:
                 return CONSTANT, 0, int(value or 0)
@@ -272,6 +280,7 @@ class _Tracer(PlainBackend):
         self._trace = trace
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        # The same choice of a kernel as `CpuBackend.product` makes, for the same bits.
         if not (fit_vectors if self._trace.is_bfloat16 else fit_float32)(weight, bias):
             raise UntraceableError
         if not self._trace.is_bfloat16:
@@ -294,6 +303,7 @@ class _Tracer(PlainBackend):
     ) -> Tensor | None:
         rows, width = self._trace.rows(onto), weight.shape[0]
         if not self._fit_tiles(weight, bias) or rows.width != width:
+            # Not refused: the fused operator then runs its parts, which are recorded instead.
             return None
         return self._tile_product("product_onto", x, weight, bias, (rows, rows.step), width)
 
@@ -305,6 +315,7 @@ class _Tracer(PlainBackend):
         added: Sequence[LowRankRows],
         keep: Sequence[Tensor],
     ) -> Tensor | None:
+        # Gate and up are cut into tiles of 32 columns each. Traced LoRAs come by `add_adapters`.
         if added or keep or not self._fit_tiles(weight, bias) or weight.shape[0] % 64:
             return None
         return self._tile_product("gated_product", x, weight, bias, (), weight.shape[0] // 2)
@@ -366,6 +377,7 @@ class _Tracer(PlainBackend):
     ) -> Tensor:
         trace, rows, (outer, inner) = self._trace, self._trace.rows(x), weight[0].shape
         self._check(rows, weight, bias)
+        # Beyond this, `CpuBackend` would take another product, with other bits.
         trace.max_rows = min(trace.max_rows, max_rows)
         y = trace.new(outer)
         sizes = (step("num_rows"), inner, outer, *more, step("num_threads"))
@@ -386,8 +398,10 @@ class _Tracer(PlainBackend):
         if batch is not trace.adapters:
             raise UntraceableError
         trace.has_adapters = True
+        # Three arguments for each site that reads these rows.
         sites = [number for y in map(trace.rows, outputs) for number in (y, y.step, y.width)]
         adapters = (step("adapter_rows"), step("adapter_ends"), step("num_adapters"))
+        # Bytes to the first place's row of the table of factors; 8 for each number.
         table = (step("adapter_addresses", 8 * PLACE_NUMBERS * first_place), step("num_places"))
         more = (many_rows(trace.kernels), trace.is_bfloat16, step("num_threads"), len(outputs))
         trace.call("add_adapters", rows, rows.step, rows.width, *adapters, *table, *more, *sites)
@@ -422,6 +436,7 @@ class _Tracer(PlainBackend):
         sizes = (step("num_paged_rows"), *heads, block_tokens, page_step)
         kernel = paged_kernels(trace.kernels)[trace.dtype]
         trace.call(kernel, rows, keys, values, *tables, y, lse, *sizes, *seen, step("num_threads"))
+        # Tiles are only used if every layer of the model can.
         trace.has_attention_tiles &= not width % 32
         trace.head_width = max(trace.head_width, width)
         if trace.has_attention_tiles:
@@ -437,6 +452,7 @@ class _Tracer(PlainBackend):
                 *seen,
                 step("num_threads"),
             )
+        # Only a trace with windows keeps anything; then their rows attend to the pack's own keys.
         if trace.kept:
             kept = (trace.kept_as(keys), trace.kept_as(values))
             more = (trace.has_attention_tiles, trace.is_bfloat16, step("num_threads"))
@@ -496,6 +512,7 @@ class _Tracer(PlainBackend):
 @cache
 def _kernel_numbers(kernels: Library) -> dict[str, int]:
     """Return the numbers of kernels in lists of calls; -1 for one that was not compiled."""
+    # Filled in place by the library, by the kernels' names.
     numbers = array("q", [-1] * len(_KERNELS))
     kernels.kernel_numbers(" ".join(_KERNELS).encode(), numbers.buffer_info()[0])
     return dict(zip(_KERNELS, numbers, strict=True))

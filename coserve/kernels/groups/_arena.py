@@ -101,6 +101,7 @@ class RankArena:
     def create(cls, size: int, buffer_bytes: int = _BUFFER_BYTES) -> "RankArena":
         """Make the arena of a group of `size` ranks, in the process that starts them."""
         assert 1 <= size <= MAX_RANKS and buffer_bytes > 0 and buffer_bytes % 64 == 0
+        # A file of zeros: all fields but the header's start at 0.
         fd = os.memfd_create("coserve-ranks")
         os.ftruncate(fd, PAGE_BYTES * (1 + size) + 2 * size * buffer_bytes)
         with mmap.mmap(fd, PAGE_BYTES) as first:
@@ -117,6 +118,8 @@ class RankArena:
 
     def buffer(self, rank: int, epoch: int) -> memoryview:
         """Return the buffer that a rank writes in an epoch."""
+        # Two buffers in turn: a rank may write for the next collective while others still read this
+        # one's, and comes back to a buffer only after a meeting that all reach when they have read.
         start = PAGE_BYTES * (1 + self.size) + (2 * rank + (epoch & 1)) * self.buffer_bytes
         return memoryview(self.memory)[start : start + self.buffer_bytes]
 
@@ -124,6 +127,8 @@ class RankArena:
         """Make all collectives fail until the next reset; the first failure of a generation
         counts.
         """
+        # The text first, then the number that makes it valid. If two ranks fail at once, either may
+        # win.
         if self.header.failed >> 16 < generation:
             self.pages[rank].reason = as_text(reason)
             fence()

@@ -66,10 +66,13 @@ class ArenaRank:
         for pair in self._processes:
             pair[1] = -1
         page = arena.pages[rank]
+        # Before `reset`, by which the others learn that this rank has come.
         page.process, page.implementation, page.epoch = os.getpid(), implementation, _FIRST_EPOCH
+        # The parent first: a rank whose parent has ended must not wait for the others.
         self._watch(arena.size, arena.header.parent)
         self.reset()
         self.state.timeout_ns = int(timeout_s * 1e9)
+        # Only now, since all ranks have written their process.
         for other, each in enumerate(arena.pages):
             self._watch(other, each.process)
         if any(each.implementation != implementation for each in arena.pages):
@@ -101,12 +104,15 @@ class ArenaRank:
         """
         state, page = self.state, self.arena.pages[self.rank]
         number = state.generation + 1
+        # The epoch before the count: who sees the count finds the epoch. By parity, since a fast
+        # rank may be at the next reset while a slow one still reads this one.
         page.reset_epochs[number & 1] = state.epoch
         fence()
         page.num_resets = number
         for other in range(state.size):
             self._wait_for_reset(number, other)
         fence()
+        # The same on all ranks, and later than anything that was under way.
         state.epoch = max(each.reset_epochs[number & 1] for each in self.arena.pages)
         state.generation, state.outcome = number, CollectiveOutcome.COMPLETE
 
@@ -167,6 +173,7 @@ class ArenaRank:
             if self.arena.header.ended:
                 raise self._error_of_arena()
             for index in (rank, self.arena.size):
+                # In this order: a rank that has arrived may end right after.
                 if self.is_gone(index) and not is_there():
                     raise self._gone(f"{self._named(index)} has ended")
             if time.monotonic() - start_s > self.state.timeout_ns / 1e9:
@@ -191,6 +198,7 @@ class ArenaRank:
         """Return the collective that a rank noted for the last epoch; "" if it noted none, as
         compiled calls do.
         """
+        # The meeting has counted on: the label was noted for the epoch before.
         epoch = self.state.epoch - 1
         noted, _, label = from_text(self.arena.pages[rank].labels[epoch & 1].value).partition(" ")
         return label if noted == str(epoch) else ""
@@ -211,5 +219,6 @@ class ArenaRank:
         fence()
         if header.ended:
             return RankGoneError(from_text(header.reason))
+        # See `ArenaHeader.failed`.
         rank = header.failed & 0xFFFF
         return RankError(f"rank {rank} failed: {from_text(self.arena.pages[rank].reason)}")

@@ -116,10 +116,12 @@ class PlainCollectives(Collectives):
             )
             for rank in range(self._arena.size)
         ]
+        # In the rank's own buffer, which nobody reads before this rank publishes its epoch.
         parts[self._rank.rank].copy_(piece)
         return parts if self._meet(word) else []
 
     def _begin(self) -> bool:
+        # A failure elsewhere fails the next collective here, before any data is moved.
         if self._state.outcome == CollectiveOutcome.COMPLETE and self._rank.has_failed():
             self._state.outcome = CollectiveOutcome.FAILED
         return bool(self._state.outcome == CollectiveOutcome.COMPLETE)
@@ -129,6 +131,7 @@ class PlainCollectives(Collectives):
         state, pages = self._state, self._arena.pages
         slot = state.epoch & 1
         pages[self._rank.rank].words[slot] = word
+        # The buffer, and the word, are written before the epoch that announces them.
         fence()
         state.epoch += 1
         pages[self._rank.rank].epoch = state.epoch & 0xFFFFFFFF
@@ -136,6 +139,7 @@ class PlainCollectives(Collectives):
             return False
         fence()
         for rank, page in enumerate(pages):
+            # Compared only now, when each rank's word of this epoch is there.
             if page.words[slot] != word:
                 state.outcome, state.detail = CollectiveOutcome.DIFFERENT, rank
                 return False
@@ -157,6 +161,7 @@ class PlainCollectives(Collectives):
                 time.sleep(0)
                 continue
             time.sleep(_SLEEP_S)
+            # The parent counts, too: without it nobody would end the ranks.
             for index in (rank, state.size):
                 if self._rank.is_gone(index) and not is_there():
                     state.outcome, state.detail = CollectiveOutcome.GONE, index
@@ -170,4 +175,5 @@ class PlainCollectives(Collectives):
 
 def _word(collective: str, digest: int) -> int:
     """Return what tells one collective from another: its kind and size, and the digest."""
+    # Two hashes in one int64, which stays positive.
     return crc32(collective.encode()) << 31 ^ digest

@@ -60,6 +60,7 @@ class RankGroup(ABC):
         Raises:
             RankError: another rank has failed, or calls another collective.
         """
+        # In place, hence contiguous; `sum` can copy.
         assert x.is_contiguous() and x.dtype in SUMMED_TYPES, (
             f"{name}: a sum of {x.dtype}, strides {x.stride()}"
         )
@@ -93,6 +94,7 @@ class RankGroup(ABC):
         if self.size == 1:
             return list(tensors)
         found: list[Tensor] = []
+        # Sizes are the same on all ranks, hence the buffers and the collectives, too.
         for some in _in_buffers(tensors):
             if len(some) == 1:  # which may be larger than a buffer
                 found.append(self.sum(some[0], name))
@@ -165,6 +167,7 @@ class RankGroup(ABC):
 
     def agree_bytes(self, data: bytes) -> bytes:
         """Return rank 0's bytes on every rank."""
+        # Rank 0's length first, so that all ranks bring tensors of one shape.
         if self.size == 1 or not (num_bytes := self.agree(len(data))):
             return data if self.size == 1 else b""
         own = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -276,6 +279,7 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of equal tensors, added in their order in float32 and rounded once to their
     type.
     """
+    # A copy: parts may be memory that other ranks still read.
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part

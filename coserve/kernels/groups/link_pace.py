@@ -32,6 +32,7 @@ def link_flops_per_byte(
         device: where the weight is.
     """
     num_outputs, num_inputs = weight.shape
+    # A product of a window's rows, and a gather of as many rows.
     x = torch.ones(_ROWS, num_inputs, dtype=dtype, device=device)
     piece = torch.ones(_ROWS, -(-num_inputs // group.size), dtype=dtype, device=device)
     gather_s = _fastest_s(lambda: group.all_gather(piece, "link"), device)

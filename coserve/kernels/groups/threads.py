@@ -77,6 +77,8 @@ class _Meeting:
             if len(self._brought) == self.size:
                 self._complete()
             else:
+                # A number and not a flag: by the time this rank wakes, the next collective may have
+                # begun.
                 self._wait(lambda: bool(self._failure) or self._num_complete > num_complete)
             # A collective to which all have come is complete, also for a rank that learns of it
             # only after another one has failed in what follows.

@@ -102,6 +102,7 @@ class TorchGroup(RankGroup):
             return
         text = f"rank {self.rank} failed: {reason}"
         try:  # the first rank's reason is that of all
+            # Keys have the generation in them, so a failure that was reset is not found again.
             text = self._store.compare_set(self._failure_key, "", text).decode()
         except RuntimeError as error:
             self._gone = f"the ranks' store has gone: {_first_line(error)}"
@@ -118,6 +119,7 @@ class TorchGroup(RankGroup):
             counts = self._meet(
                 f"reset/{self._generation}", f"{self._num_done} {self._num_launched}", limit_s
             )
+            # A rank that saw the end of one more collective has gone on with what the others lack.
             if len(set(counts)) > 1:
                 raise RankGoneError("ranks have done different collectives")
             self._generation += 1
@@ -187,6 +189,7 @@ class TorchGroup(RankGroup):
             self._num_launched += 1
             self._gpu_group.allgather([parts], own).wait()  # the stream waits, not this thread
         else:
+            # Counted once it is done; those of a GPU when they are launched.
             self._host_group.allgather([parts], own).wait()
             self._num_done += 1
 
@@ -229,6 +232,7 @@ class TorchGroup(RankGroup):
 
     def _leave(self, reason: str) -> None:
         """Close this rank's connections of gloo, which ends what others wait for."""
+        # The first reason stays: what follows it are consequences.
         self._failed = self._failed or reason
         self._host_group = None
 

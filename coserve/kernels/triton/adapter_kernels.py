@@ -26,6 +26,8 @@ def narrow(
     if adapter >= 0:
         numbers = table + adapter * adapter_step + place * NUMBERS
         address, rank = tl.load(numbers), tl.load(numbers + 2)
+        # 0: this adapter adds nothing at this place. Its sums stay unwritten, and `widen` skips it,
+        # too.
         if address != 0:
             factor = address.to(tl.pointer_type(x.dtype.element_ty))
             i, r = tl.arange(0, ROWS), tl.arange(0, RANK)
@@ -65,6 +67,7 @@ def widen(
         address, rank = tl.load(numbers + 1), tl.load(numbers + 2)
         if address != 0:
             dtype = y.dtype.element_ty
+            # The table is int64: the scale is the bits of a float64.
             scale = tl.load(numbers + 3).to(tl.float64, bitcast=True).to(tl.float32)
             i, r = tl.arange(0, ROWS), tl.arange(0, RANK)
             k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -77,6 +80,7 @@ def widen(
             own = tl.zeros((ROWS, RANK), tl.float32)
             for split in tl.static_range(SPLITS):
                 own += tl.load(sums + at + split * ROWS * RANK)
+            # Rounded after A x and after the scale, as the operators round one by one.
             own = (own.to(dtype).to(tl.float32) * scale).to(dtype)
             factor = address.to(tl.pointer_type(dtype))
             b = tl.load(

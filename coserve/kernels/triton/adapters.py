@@ -68,6 +68,7 @@ class StaticAdapters(AdapterBatch):
 
 def fit(batch: AdapterBatch, dtype: torch.dtype) -> bool:
     """Return whether the kernels are for these adapters."""
+    # What fits was asked of the step's own adapters (`GraphCalls.fit`).
     if isinstance(batch, StaticAdapters):
         return True
     return batch.dtype == dtype and room_for_rank(batch) <= MAX_RANK
@@ -90,6 +91,7 @@ def add_adapters(
         dtype=torch.float32,
         device=x.device,
     )
+    # A view: kernels count places from the first one of this call.
     table = tables.table[:, first_place:]
     common = {
         "NUMBERS": PLACE_NUMBERS,
@@ -101,6 +103,7 @@ def add_adapters(
     kernels.narrow[num_blocks, num_places, splits](
         x, sums, tables.blocks, table, x.stride(0), inner, table.stride(0), BLOCK=_INNER, **common
     )
+    # One launch each, since outputs may differ in width.
     for place, y in enumerate(outputs):
         outer = y.shape[1]
         kernels.widen[num_blocks, triton.cdiv(outer, _OUTER)](

@@ -30,12 +30,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Implement `Backend.attention`."""
     found, given, kind = _results(q, batch), _Given(q, keys, spec), "rows"
+    # Rows alone in their segment: their keys are divided among programs. The others go in tiles.
     if (single := batch.single) is not None:
         _attend_single(q, keys, values, single, given, *found)
         kind = "several"
     tiles = batch.tiles(kind, given.block_m // given.groups)
     if tiles.shape[0]:
         kernels.attend[tiles.shape[0], given.num_key_heads, 1](
+            # lse stands in for `sums`, which a launch without splits does not touch.
             *(q, keys, values, *found, found[1], batch.segments, tiles, batch.pages, *given.tables),
             *(q.stride(0), keys.stride(0), keys.stride(1), *given.numbers),
             **given.shape,
@@ -82,6 +84,7 @@ def _attend_single(
         num_segments, num_heads, rows.splits, 2 + width, dtype=torch.float32, device=q.device
     )
     kernels.attend[num_segments, given.num_key_heads, rows.splits](
+        # Segments stand in for tiles, which single rows do not read.
         *(q, keys, values, out, lse, sums, rows.segments, rows.segments, rows.pages, *given.tables),
         *(q.stride(0), keys.stride(0), keys.stride(1), *given.numbers),
         **given.shape,
@@ -125,6 +128,7 @@ def backward(
     kernels.query_gradients[tiles.shape[0], given.num_key_heads](
         *read, dq, batch.segments, tiles, given.tables[0], *steps, **common
     )
+    # By keys, so that each key's gradient is summed by one program, without atomics.
     tiles = batch.tiles("keys", given.backward_n)
     kernels.key_gradients[tiles.shape[0], given.num_key_heads](
         *read, key_grads, value_grads, batch.segments, tiles, given.tables[0], *steps, **common
@@ -153,6 +157,7 @@ class _Given:
             "HAS_SLOPES": spec.alibi_slopes is not None,
             "HAS_WINDOW": spec.sliding_window is not None,
         }
+        # A store of one page needs no look-up: a key's place follows from its number.
         is_paged = keys.shape[0] > 1
         self.for_forward = {
             "IS_PAGED": is_paged,

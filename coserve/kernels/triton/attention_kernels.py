@@ -33,6 +33,8 @@ def _places(
 ):
     """Return the places of keys in their store: elements from its start."""
     if IS_PAGED:
+        # Keys beyond the end have no entry in the page table: page 0 stands in, and is not loaded
+        # from.
         page = tl.load(pages + first_page + entry // TOKENS, mask=is_seen, other=0)
         place = page * page_step + (entry % TOKENS) * token_step
     else:
@@ -51,6 +53,7 @@ def _scores(
     scores = products * scale
     tangent = scores
     if HAS_CAP:
+        # tanh(scores / soft_cap), which Triton has only by way of the sigmoid.
         tangent = 2 * tl.sigmoid(2 * scores / soft_cap) - 1
         scores = tangent * soft_cap
     distance = position[:, None] - key[None, :]
@@ -80,6 +83,7 @@ def attend(
     """
     ROWS: tl.constexpr = BLOCK_M // GROUPS
     tile, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # One row per segment: the tile's number is the segment's, and no table of tiles is needed.
     if IS_SINGLE:
         segment, first = tile.to(tl.int64), tl.zeros((), tl.int64)
     else:
@@ -87,10 +91,13 @@ def attend(
     at = segments + SEGMENT * segment
     first_row, num_rows, num_keys = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     first_key, first_page = tl.load(at + 3), tl.load(at + 4)
+    # A segment's rows are the last of its keys; this many keys come before the first row.
     before = num_keys - num_rows
 
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH_BLOCK)
+    # A tile's queries [BLOCK_M]: the heads of one row side by side, then the next row's.
     row, head = first + m // GROUPS, key_head * GROUPS + m % GROUPS
+    # Where GROUPS does not divide BLOCK_M, the last queries of a tile are no row's.
     is_row, is_feature = (m < ROWS * GROUPS) & (row < num_rows), d < WIDTH
     position = before + row
     place = (first_row + row) * NUM_HEADS + head  # of a row's head among those of the batch
@@ -103,13 +110,17 @@ def attend(
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
 
+    # The first key that the tile's first row sees, rounded down to a block of keys.
     low = tl.zeros((), tl.int64)
     if HAS_WINDOW:
         low = tl.maximum(before + first - window + 1, 0) // BLOCK_N * BLOCK_N
+    # One beyond the last key that the tile's last row sees (causal).
     high = before + tl.minimum(first + ROWS, num_rows)
+    # Not minus infinity: of rows that see nothing yet, exp(-inf - -inf) would be NaN.
     largest = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     weighed = tl.zeros((BLOCK_M, WIDTH_BLOCK), tl.float32)
+    # Blocks of keys in turn among the splits, so that short sequences occupy several, too.
     for start in range(low + split * BLOCK_N, high, BLOCK_N * SPLITS):
         key = start + tl.arange(0, BLOCK_N)
         is_seen = key < high
@@ -126,6 +137,7 @@ def attend(
         scores, _ = _scores(
             products, position, key, slope, scale, soft_cap, window, HAS_CAP, HAS_SLOPES, HAS_WINDOW
         )
+        # Online softmax: rescale what was summed so far to the new largest score.
         most = tl.maximum(largest, tl.max(scores, 1))
         shares = tl.exp(scores - most[:, None])
         factor = tl.exp(largest - most)
@@ -135,12 +147,14 @@ def attend(
 
     if SPLITS == 1:
         if HAS_SINKS:
+            # One more key without a value: it counts in the total alone.
             sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
             most = tl.maximum(largest, sink)
             factor = tl.exp(largest - most)
             total = total * factor + tl.exp(sink - most)
             weighed = weighed * factor[:, None]
             largest = most
+        # Queries of no row have seen nothing: no division by zero.
         norm = tl.where(total > 0, total, 1.0)
         tl.store(
             out + (place * WIDTH)[:, None] + d[None, :],
@@ -149,6 +163,7 @@ def attend(
         )
         tl.store(lse + place, largest + tl.log(norm), mask=is_row)
     else:
+        # Not normalised yet: a split knows only its own keys.
         at_sum = sums + ((segment * NUM_HEADS + head) * SPLITS + split) * (2 + WIDTH)
         tl.store(at_sum, largest, mask=is_row)
         tl.store(at_sum + 1, total, mask=is_row)
@@ -170,11 +185,13 @@ def merge_splits(
     segment, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH_BLOCK)
     at = segments + SEGMENT * segment
+    # Static tables (`StaticSingleRows`) end in segments without rows.
     if tl.load(at + 1) > 0:
         place = tl.load(at) * NUM_HEADS + head
         at_sum = sums + ((segment * NUM_HEADS + head) * SPLITS + s) * (2 + WIDTH)
         largest, totals = tl.load(at_sum), tl.load(at_sum + 1)
         weighed = tl.load(at_sum[:, None] + 2 + d[None, :], mask=(d < WIDTH)[None, :], other=0.0)
+        # Splits without keys have -1e30 here, so their factor below is 0.
         most = tl.max(largest, 0)
         if HAS_SINKS:
             sink = tl.load(sinks + head).to(tl.float32)
@@ -239,11 +256,14 @@ def query_gradients(
     query = tl.load(
         q + (batch_row * q_step + head * WIDTH)[:, None] + d[None, :], mask=is_there, other=0.0
     )
+    # With P the shares and delta = sum(dy * y): dS = P * (dy V^T - delta), dQ = scale * dS K
+    # (FlashAttention-2, algorithm 2).
     dy = tl.load(
         grad + (batch_row * grad_step + head * WIDTH)[:, None] + d[None, :],
         mask=is_there,
         other=0.0,
     )
+    # Infinity for missing rows: their shares are exp(-inf) = 0.
     norm = tl.load(lse + batch_row * NUM_HEADS + head, mask=is_row, other=float("inf"))
     own_delta = tl.load(delta + batch_row * NUM_HEADS + head, mask=is_row, other=0.0)
     slope = tl.zeros((BLOCK_M,), tl.float32)
@@ -272,6 +292,7 @@ def query_gradients(
         shares = tl.exp(scores - norm[:, None])
         found = shares * (product(dy, values, EXACT) - own_delta[:, None])
         if HAS_CAP:
+            # The slope of the soft cap, from the tangent that the scores were made with.
             found *= 1 - tangent * tangent
         total += product((found * scale).to(keys.dtype), keys, EXACT)
     at_row = dq + ((batch_row * NUM_HEADS + head) * WIDTH)[:, None] + d[None, :]
@@ -316,8 +337,10 @@ def key_gradients(
     if HAS_SLOPES:
         slope = tl.load(slopes + head)
 
+    # Rows before the tile's first key do not see it (causal).
     low, high = tl.maximum(first - before, 0), num_rows
     if HAS_WINDOW:
+        # One beyond the last row within whose window the tile's last key lies.
         high = tl.minimum(high, first + BLOCK_N - 1 + window - before)
     key_total = tl.zeros((BLOCK_N, WIDTH_BLOCK), tl.float32)
     value_total = tl.zeros((BLOCK_N, WIDTH_BLOCK), tl.float32)
@@ -354,6 +377,7 @@ def key_gradients(
         if HAS_CAP:
             found *= 1 - tangent * tangent
         key_total += product(tl.trans((found * scale).to(query.dtype)), query, EXACT)
+    # No atomics: no other program of this launch writes these keys.
     tl.store(dk + at_key, tl.load(dk + at_key, mask=is_there, other=0.0) + key_total, mask=is_there)
     tl.store(
         dv + at_key, tl.load(dv + at_key, mask=is_there, other=0.0) + value_total, mask=is_there

@@ -78,6 +78,7 @@ class StaticSingleRows(AttentionBatch):
             segments[:n].copy_(single.segments)
         self.rows.pages[: batch.pages.shape[0]].copy_(batch.pages)
         if n < self._num_filled:
+            # Without rows, the segments of the step before do nothing.
             segments[n : self._num_filled].zero_()
         self._num_filled = n
 
@@ -140,6 +141,7 @@ class TritonAttentionBatch(AttentionBatch):
         Args:
             kind: "rows"; "several": rows of segments that have several; or "keys".
         """
+        # Once per step, whatever the number of layers.
         if (kind, size) not in self._tiles:
             numbers, table = array("q"), self._segments
             for index, number in enumerate(
@@ -158,6 +160,7 @@ class TritonAttentionBatch(AttentionBatch):
         """
         rows, keys, first = array("i", [0]), array("i", [0]), self._segments[0].first_key
         for segment in self._segments:
+            # FlashAttention has only cumulative numbers: keys of neighbours must touch.
             if segment.first_key != first + keys[-1]:
                 return None
             rows.append(rows[-1] + segment.num_rows)
@@ -186,6 +189,7 @@ class TritonAttentionBatch(AttentionBatch):
             self._segments,
             torch.zeros(len(self._segments) + 1, SEGMENT_NUMBERS, dtype=torch.int64),
         )
+        # First row of each; the extra row of zeros at the end serves as padding below.
         columns[:-1, 0] = table.num_rows.cumsum(0) - table.num_rows
         for place, column in enumerate(
             (table.num_rows, table.num_keys, table.first_key, table.first_page), start=1
@@ -222,6 +226,7 @@ class _TiledRoom(AttentionBatch):
     def fill(self, batch: AttentionBatch) -> None:
         """Fill it with the segments of a batch."""
         assert isinstance(batch, TritonAttentionBatch)
+        # Each call that has this room fills it; the tables of a batch are copied only once.
         if batch is self._batch:
             return
         assert batch.num_rows <= self._num_rows and batch.segments.shape[0] <= self._num_segments
@@ -233,6 +238,7 @@ class _TiledRoom(AttentionBatch):
     def tiles(self, kind: str, size: int) -> Tensor:
         """Return the room's tiles of a kind and size, as a batch has them."""
         if (kind, size) not in self._tiles:
+            # Each segment has at most one tile that is not full.
             most = (
                 self._num_keys if kind == "keys" else self._num_rows
             ) // size + self._num_segments

@@ -54,6 +54,7 @@ class Capturing:
         except (UntraceableError, RuntimeError) as error:
             _say_why(error)
             return None
+        # Interpreted kernels: nothing can be captured, and a replay runs the call.
         if self._device.type != "cuda":
             return run
         call = _Call(self, run)
@@ -82,15 +83,18 @@ class Capturing:
             run()
             return
         before, (stream, _) = torch.cuda.current_stream(self._device), self._room()
+        # What the call reads may still be computed in the caller's stream.
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
             run()
+        # And the caller goes on only once the run has ended.
         before.wait_stream(stream)
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         before, (stream, pool) = torch.cuda.current_stream(self._device), self._room()
         graph = torch.cuda.CUDAGraph()
         try:
+            # thread_local: other threads of the process may allocate and launch meanwhile.
             with torch.cuda.graph(
                 graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):

@@ -43,6 +43,7 @@ def forward(
     stores = (_own(keys, segments, q), _own(values, segments, q))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(q, *stores, segments.rows, segments.keys, segments.max_rows, segments.max_keys),
+        # No dropout, causal, no mask returned.
         *(0.0, True, False),
         scale=spec.scale,
         **_window(spec),
@@ -78,6 +79,7 @@ def backward(
         **_window(spec),
     )
     for total, found in ((key_grads, dk), (value_grads, dv)):
+        # The store's keys of these segments are neighbours, in their order (`Cumulative`).
         total[0, segments.of_store] += found.flatten(1)
     return dq
 
@@ -91,4 +93,5 @@ def _own(store: Tensor, segments: Cumulative, q: Tensor) -> Tensor:
 def _window(spec: AttentionSpec) -> dict[str, int]:
     if spec.sliding_window is None:
         return {}
+    # Keys to the left of a row's own; ours counts that one as well.
     return {"window_size_left": spec.sliding_window - 1, "window_size_right": 0}

@@ -94,6 +94,7 @@ class _Rows:
         """Copy the output's rows here."""
         if self._output is None:
             self._output = output.new_empty(self._size, output.shape[1])
+        # Into one tensor for all graphs, so that a graph's own pool can be reused by the next.
         self._output[: output.shape[0]].copy_(output)
 
     def fill(self, step: TracedStep) -> None:
@@ -110,6 +111,7 @@ class _Rows:
         self._leave(0)
 
     def _leave(self, n: int) -> None:
+        # Only rows that the step before had: the others have page -1 already.
         if n < self._num_filled:
             self.pages[n : self._num_filled].fill_(-1)
         self._num_filled = n
@@ -124,6 +126,7 @@ class _Room:
         self, size: _Size, rows: _Rows, pages: Tensor, adapters: "_AdapterRoom | None"
     ) -> None:
         """Allocate the tables, with room for the pages of all sequences."""
+        # With segments the rows alone are at most those; without, every row is one.
         splits = next(splits for most, splits in _SPLITS if (size.segments or size.rows) <= most)
         self.size, self.rows, self.adapters = size, rows, adapters
         self.attention: StaticSingleRows | StaticSegments = (
@@ -165,6 +168,7 @@ class _AdapterRoom:
         if len(blocks) < self._num_filled:
             self.tables.blocks[len(blocks) : self._num_filled].fill_(-1)
         self._num_filled = len(blocks)
+        # Mostly the adapters of the step before. Weak references, so that dropped adapters can go.
         if [known() for known in self._adapters] != list(batch.adapters):
             self.tables.table[: len(batch.adapters)].copy_(table_of(batch))
             self._adapters = [ref(adapter) for adapter in batch.adapters]
@@ -248,6 +252,7 @@ class GraphCalls(TracedCalls):
         ):
             return False
         with torch.inference_mode():
+            # Captures if need be: what cannot be captured runs kernel by kernel.
             return self._graph(step) is not None
 
     def run(self, step: TracedStep) -> Tensor:
@@ -255,6 +260,7 @@ class GraphCalls(TracedCalls):
             graph = self._graph(step)
             assert graph is not None, "asked for what does not fit"
             graph.room.fill(step)
+            # In the same stream as the copies before it, hence after them.
             graph.replay()
             return graph.room.rows.output[: step.pages.shape[0]]
 
@@ -274,6 +280,7 @@ class GraphCalls(TracedCalls):
         """Return the graph for a step; None where it cannot be captured."""
         assert isinstance(step.attention, TritonAttentionBatch)
         if (num_pages := step.attention.pages.shape[0]) > self._page_table.shape[0]:
+            # Graphs read the page table where it was: with a larger one all are captured anew.
             self._graphs.clear()
             self._page_table = self._page_table.new_empty(2 * num_pages)
         size = _size(step)

@@ -23,6 +23,7 @@ def rms_norm(x, weight, y, x_step, eps, FEATURES: tl.constexpr, BLOCK: tl.conste
     normalized, _ = _normalized(own, eps, FEATURES)
     dtype = y.dtype.element_ty
     factors = tl.load(weight + i, mask=is_feature, other=0.0).to(tl.float32)
+    # Rounded before the weight, as the plain backend does.
     found = normalized.to(dtype).to(tl.float32) * factors
     tl.store(
         y + row * (tl.num_programs(1) * FEATURES) + first + i, found.to(dtype), mask=is_feature
@@ -54,6 +55,7 @@ def rms_norm_gradient(
     dy = tl.load(grad + row * grad_step + first + i, mask=is_feature, other=0.0).to(tl.float32)
     factors = tl.load(weight + i, mask=is_feature, other=0.0).to(tl.float32)
     normalized, scale = _normalized(own, eps, FEATURES)
+    # dx = (w dy - n * mean(w dy n)) / rms, with n = x / rms.
     weighted = dy * factors
     mean = tl.sum(weighted * normalized, 0) / FEATURES
     place = row * (tl.num_programs(1) * FEATURES) + first + i
@@ -74,6 +76,7 @@ def silu_mul(gate, up, y, gate_step, up_step, width, BLOCK: tl.constexpr):
     dtype = y.dtype.element_ty
     own = tl.load(gate + row * gate_step + i, mask=is_there, other=0.0).to(tl.float32)
     other = tl.load(up + row * up_step + i, mask=is_there, other=0.0).to(tl.float32)
+    # silu(gate) is rounded before the product, as two operators would.
     activated = (own * tl.sigmoid(own)).to(dtype).to(tl.float32)
     tl.store(y + row * width + i, (activated * other).to(dtype), mask=is_there)
 
@@ -133,10 +136,12 @@ def rope(
     place = (head * 2 * HALF)[:, None] + i[None, :]
     first = tl.load(x + row * x_step + place, mask=is_there, other=0.0).to(tl.float32)
     second = tl.load(x + row * x_step + place + HALF, mask=is_there, other=0.0).to(tl.float32)
+    # The transpose of the rotation: each half takes the sine of the other one.
     if REVERSE:
         one, other = second * second_sin, -(first * first_sin)
     else:
         one, other = -(second * first_sin), first * second_sin
+    # Each product is rounded before the sum.
     one = (first * first_cos).to(dtype).to(tl.float32) + one.to(dtype).to(tl.float32)
     other = (second * second_cos).to(dtype).to(tl.float32) + other.to(dtype).to(tl.float32)
     target = y + row * (HEADS * 2 * HALF) + place
@@ -186,7 +191,9 @@ def copy_rows(
     start = tl.load(rows) * width
     num_words = tl.load(rows + 1) * width
     first = tl.program_id(1).to(tl.int64) * BLOCK
+    # The grid is for the most rows; the number of rows is on the device.
     if first < num_words:
+        # Bits are copied, so the type is only a size.
         if WORD_BYTES == 8:
             kind = tl.int64
         elif WORD_BYTES == 4:

@@ -41,6 +41,7 @@ def rms_norm_gradient(
     dx, block = _like(x), triton.next_power_of_2(features)
     y = _like(x) if with_y else None
     kernels.rms_norm_gradient[n, width // features](
+        # dx stands in for y where that is not written.
         *(grad, x, weight, dx, dx if y is None else y, grad.stride(0), x.stride(0), eps),
         FEATURES=features,
         BLOCK=block,
@@ -120,6 +121,7 @@ class AddressedCopies(RowCopies):
 
     def __init__(self, tensors: Sequence[Tensor], *, in_place: bool, max_rows: int) -> None:
         widths = [tensor[:1].nbytes for tensor in tensors]
+        # One word size for all tensors, so that one launch copies them all.
         self._word_bytes = next(
             size for size in (8, 4, 2, 1) if not any(width % size for width in widths)
         )
