@@ -81,6 +81,7 @@ class GrammarCompiler:
         """
         with _errors():
             matcher = self._built(grammar, max_states)
+            # On a copy: the matcher that is kept stays at its beginning.
             self._follow(matcher.deep_copy())
             return matcher
 
@@ -96,6 +97,7 @@ class GrammarCompiler:
         before = allocated_bytes()
         with _errors():
             matcher = self._built(grammar, MAX_STATES)
+            # Kept until the bytes are counted, since its states are a part of them.
             followed = matcher.deep_copy()
             self._follow(followed)
             return max(1, allocated_bytes() - before)
@@ -161,6 +163,7 @@ class GrammarCompiler:
                 if place == 0:
                     raise RequestError(f"the grammar cannot be used: {_NO_TEXT}")
                 return
+            # Its own mask allowed the token, so a refusal is an error such as used-up fuel.
             if not matcher.consume_token(token):
                 _check(matcher)
             if matcher.is_stopped():
@@ -197,6 +200,7 @@ class Matcher:
         """Why no token can be chosen."""
         self._mask: Future[bytes] | None = None
         if output:
+            # A request that was preempted, or is replayed, comes with its output so far.
             self._matcher.consume_tokens(list(output))
         self._advance()
 
@@ -207,10 +211,13 @@ class Matcher:
         num_bytes = -(-self._num_tokens // 32) * 4
         if self._mask is None:
             return b"\xff" * num_bytes
+        # Computed since the last token, while the forward pass ran; waits if it is not done.
         mask = self._mask.result()[:num_bytes]
         if self._matcher.is_error() or not int.from_bytes(mask, "little") & (
             (1 << self._num_usable) - 1
         ):
+            # A row without any token would make the sampler's softmax NaN: let all come, and refuse
+            # the request.
             self._mask, self.error = None, _error_of(self._matcher) or _NO_TEXT
             return self.mask()
         return mask
@@ -269,6 +276,7 @@ def _tokenizer(library: Any, vocabulary: Vocabulary) -> "LLTokenizer":
     pieces, ends = list(vocabulary.pieces), list(vocabulary.ends)
     if not ends:
         ends = [len(pieces)]
+        # One more than the model has; masks are cut back to the model's tokens.
         pieces.append(b"<end>")
     special = sorted({*vocabulary.special, *ends})
     tokens = _Tokens(pieces, ends[0], special)
@@ -296,6 +304,8 @@ class _Tokens:
         """Return the tokens of a text, always the longest; bytes that no token has are left out."""
         data, tokens, place = text if isinstance(text, bytes) else text.encode(), [], 0
         while place < len(data):
+            # After the loop, `length` is that of the match, or 1 if there was none: one byte is
+            # left out.
             for length in range(min(self._longest, len(data) - place), 0, -1):
                 if (token := self._ids.get(data[place : place + length])) is not None:
                     tokens.append(token)
@@ -341,6 +351,7 @@ def _some_token(mask: bytes, turn: int, num_tokens: int, ends: Sequence[int]) ->
     """Return one of a mask's tokens that do not end a text, in each turn another; None if there is
     none.
     """
+    # Masks come in words of 32 bits: bits beyond the vocabulary are dropped.
     bits = int.from_bytes(mask, "little") & ((1 << num_tokens) - 1)
     for end in ends:
         bits &= ~(1 << end)
@@ -348,6 +359,8 @@ def _some_token(mask: bytes, turn: int, num_tokens: int, ends: Sequence[int]) ->
     # grammar are tried that the first tokens do not reach.
     start = (turn * 7919) % num_tokens
     from_start = bits >> start << start
+    # Wraps around to the first tokens.
     bits = from_start or bits
+    # The lowest bit that is set.
     lowest = bits & -bits
     return lowest.bit_length() - 1 if bits else None

@@ -102,6 +102,8 @@ class DeviceProcess:
         started: Future[StartedProcess] = Future()
 
         def run() -> None:
+            # The child has inherited its end: this process's copy must close, or EOF would never
+            # come.
             with its:
                 try:
                     self._process = start(
@@ -163,6 +165,7 @@ class DeviceProcess:
         with self._lock:
             if self._has_ended:
                 raise DeviceGoneError(self._gone)
+            # Under the lock and before sending: the answer may come at once, or the end.
             self._calls[number] = answer
         self._send(frame)
         return answer
@@ -198,13 +201,17 @@ class DeviceProcess:
             _log.exception("what the device's process says cannot be understood")
             self._connection.close()  # which ends it
         with self._lock:
+            # From here on `call` refuses, so that no future is left without an answer.
             self._has_ended = True
             calls, self._calls = self._calls, {}
         try:
+            # Before calls fail: it finds out why the process ended, which their callers then
+            # report.
             self._on_end()
         finally:
             for answer in calls.values():
                 answer.set_exception(DeviceGoneError(self._gone))
+            # After the calls: whoever waits for the start learns that nothing more comes.
             self._on_start(None)
             self._reap()
 

@@ -69,6 +69,7 @@ def main(descriptor: int, seat: Seat | None = None) -> None:
     connection = Connection(socket.socket(fileno=descriptor), ToDevice)
     messages, beside = SimpleQueue[Any](), SimpleQueue[Call]()
     kinds = BESIDE_STEPS if seat is None or seat.size == 1 else BESIDE_STEPS_OF_RANKS
+    # A thread of its own, so that the end of the socket is noticed in the middle of a step.
     Thread(target=_receive, args=(connection, messages, beside, kinds), daemon=True).start()
     device = _start(messages.get(), connection, seat)
     if device is None:
@@ -82,6 +83,7 @@ def main(descriptor: int, seat: Seat | None = None) -> None:
             give_back_freed_memory()
             rests = True
             continue
+        # Describing is no work: after it a process at rest has no memory to give back again.
         rests = rests and isinstance(call.command, DescribeRanks)
         _answer(device, call, connection)
 
@@ -107,6 +109,7 @@ def _receive(
             is_beside = isinstance(message, Call) and isinstance(message.command, kinds)
             (beside if is_beside else messages).put(message)
     except EOFError:
+        # Not sys.exit, which would end this thread alone and leave the device computing.
         os._exit(0)
     except Exception:
         _log.exception("what was sent to the device cannot be understood")
@@ -120,6 +123,7 @@ def _start(
         connection.send(LoadingProgress(stage, done, total))
 
     try:
+        # Settings of the allocator and of the compiler, before either is used.
         keep_freed_memory()
         bound_compiled_products()
         threads = settings.threads or worthwhile_threads(settings.model, settings.num_ranks)
@@ -133,6 +137,7 @@ def _start(
                 connection.send(KernelsPrepared())
             group = seat.join(device)
         opened = open_device(settings, progress, group=group)
+        # All ranks have loaded the model; from here on the limit for waiting is that of steps.
         group.barrier()
         group.limit_waits(settings.rank_timeout_s)
     except Exception as error:  # whatever it is, the other end is to know
@@ -154,6 +159,7 @@ def _answer(device: RankDevice, call: Call, connection: Connection) -> None:
     except RankGoneError as error:
         _log.error("the group of ranks ends: %s", error)
         connection.send(raised(call.call, error))
+        # The others end, too: nothing can be agreed on any more.
         os._exit(1)
     except Exception as error:  # as in one process: the engine decides what it means
         connection.send(raised(call.call, error))

@@ -130,7 +130,7 @@ class Connection:
         with self._sending:
             try:
                 self._end.sendall(frame)
-            except OSError:
+            except OSError:  # the other end is gone: there is no stream left to keep in order
                 raise
             except BaseException:
                 self.close()
@@ -158,6 +158,7 @@ class Connection:
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         room = memoryview(data)
+        # A stream socket gives what is there, often less than was asked for.
         while room:
             number = self._end.recv_into(room)
             if not number:

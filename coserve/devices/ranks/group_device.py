@@ -175,6 +175,7 @@ class GroupDevice:
         """Have rank 0 prepare the kernels alone, then all ranks load the model together."""
         infos, errors = dict[int, DeviceInfo](), dict[int, Exception]()
         asked = self._ranks[:1]
+        # Rank 0 alone compiles: several ranks would compile the same kernels at once.
         asked[0].send(settings)
         while len(infos) + len(errors) < len(asked):
             rank, message = self._messages.get()
@@ -186,6 +187,7 @@ class GroupDevice:
                 infos[rank] = message.info
             elif isinstance(message, Raised):
                 errors[rank] = message.error()
+            # None: nothing can come any more. After an error that is the expected end.
             elif message is None and rank not in errors:
                 raise DeviceGoneError(f"{self._named(rank)} has ended before it was ready")
             elif isinstance(message, LoadingProgress) and rank == 0 and progress is not None:
@@ -195,6 +197,7 @@ class GroupDevice:
         _check_alike(infos)
         with self._lock:
             self._has_started = True
+        # One may have ended between its `Started` and this, when `_note_end` did nothing yet.
         for rank, each in enumerate(self._ranks):
             if each.has_ended:
                 raise DeviceGoneError(f"{self._named(rank)} has ended")
@@ -210,6 +213,7 @@ class GroupDevice:
         codes = [
             each.returncode(_END_S if each is self._ranks[rank] else 0.0) for each in self._ranks
         ]
+        # Signals are negative: a rank that was killed is the cause, those that ended later are not.
         returncode = min((code for code in codes if code), default=None)
         self._end(self._ranks[rank].why_group_ends or f"{self._named(rank)} has ended", returncode)
 
@@ -219,6 +223,7 @@ class GroupDevice:
                 return
             self._gone, self._returncode = reason, returncode
             self._has_ended.set()
+        # Ranks that wait in a collective learn the reason before they are killed.
         self._seats.end(reason)
         for each in self._ranks:
             each.kill()
@@ -230,10 +235,12 @@ class GroupDevice:
 
     def _call(self, command: Command | StepBatch) -> "_SentCall":
         """Send a call to all ranks, after those that came before on all of them."""
+        # Held until all ranks have the call: on every rank calls come in the same order.
         with self._sending:
             if self._gone:
                 raise DeviceGoneError(self._gone, self._returncode)
             number = next(self._numbers)
+            # Encoded once; all ranks get the same bytes and the same number.
             frame = framed(Call(number, command))
             try:
                 return _SentCall(
@@ -247,9 +254,12 @@ class GroupDevice:
 
     def _reply(self, sent: "_SentCall") -> Reply | StepResult:
         """Wait for the answers to a call, and return that of rank 0."""
+        # `submit` found that the group had ended.
         if not sent.answers:
             raise self._gone_error(DeviceGoneError("a rank has ended"))
         first, is_beside = sent.answers[0], isinstance(sent.command, BESIDE_STEPS_OF_RANKS)
+        # Ranks have met after the call (`RankDevice`), so rank 0's success is that of all, and only
+        # rank 0 answers.
         if not is_beside and first.exception() is None and not _has_failed(reply := first.result()):
             for each in self._ranks[1:]:
                 each.forget(sent.number)
@@ -265,6 +275,7 @@ class GroupDevice:
         if not errors:
             return _joined([answer.result() for answer in sent.answers])
         if is_beside and len(errors) < self._size and not isinstance(sent.command, StepBatch):
+            # On all ranks: closing or dropping what a rank does not have is no error.
             for inverse in inverses_of(sent.command):
                 self.execute(inverse)
         raise _error_of(errors, self._size)
@@ -276,6 +287,7 @@ class GroupDevice:
         notice that.
         """
         wait(sent.answers, return_when=FIRST_COMPLETED)
+        # The limit begins with the first answer, since a call itself may take any time.
         late = wait(sent.answers, timeout=self._timeout_s).not_done
         for rank, answer in enumerate(sent.answers):
             if answer in late:
@@ -288,6 +300,7 @@ class GroupDevice:
         """Return why the group has ended, of which this error may be a consequence: another rank
         may have noticed the end of one before it is known here how that has ended.
         """
+        # `_note_end` waits up to `_END_S` for the exit code before it sets the reason.
         self._has_ended.wait(2 * _END_S)
         return DeviceGoneError(self._gone or str(error), self._returncode)
 

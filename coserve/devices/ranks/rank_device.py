@@ -54,6 +54,7 @@ class RankDevice:
             self._end_call(error)
             raise
         try:
+            # Nobody answers before all have done it: a failure elsewhere raises RankError here.
             self._group.barrier()
         except RankGoneError:
             raise
@@ -73,6 +74,7 @@ class RankDevice:
         # Each on all ranks or on none, so that they stay alike even if one of them fails.
         for command in batch.commands:
             self.execute(command)
+        # The commands are done by now, one meeting each.
         self._device.submit(replace(batch, commands=()) if batch.commands else batch)
         return self._device.collect()
 

@@ -112,6 +112,7 @@ class _ArenaRanks(SeatedRanks):
 
     @property
     def arguments(self) -> Sequence[str]:
+        # The number stays the same in the child, which inherits the descriptor.
         return ("shared_memory", str(self._arena.fd))
 
     @property

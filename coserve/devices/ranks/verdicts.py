@@ -83,13 +83,16 @@ def agree_on_end(group: RankGroup, own: Failure | None) -> Failure | None:
     """
     if own is None:
         try:
+            # Raises on this rank, too, once any other rank has called `fail`.
             group.barrier()
         except RankError as error:
             own = Failure.of(error, group.rank)
         else:
             return None
+    # Failed ranks meet here; only after that can collectives carry the failures.
     group.reset()
     failures = [_decoded(row) for row in group.all_gather(_encoded(own), "failures")]
+    # The same choice on all ranks, from the same list.
     first = min(failures, key=lambda each: (_KINDS.index(each.kind), each.rank))
     broken = [each.broken_update for each in failures if each.broken_update is not None]
     return msgspec.structs.replace(first, broken_update=broken[0] if broken else None)
@@ -100,6 +103,7 @@ def fail_on_all(group: RankGroup, error: Exception) -> None:
     `agree_on_end`.
     """
     group.fail(one_line(error))
+    # An error even if memory was missing: this rank has no step that could have a failed result.
     agree_on_end(group, msgspec.structs.replace(Failure.of(error, group.rank), kind="error"))
 
 
@@ -147,6 +151,7 @@ def check_alike(group: RankGroup, what: object, name: str) -> None:
 
 def _encoded(failure: Failure) -> Tensor:
     """Return a failure as uint8 [_MAX_BYTES]: its length, and its bytes."""
+    # Of one length for all ranks, since a gather takes tensors of the same shape.
     data = msgspec.msgpack.encode(failure)
     assert len(data) <= _MAX_BYTES - 2, "a message has an end"
     return torch.frombuffer(

@@ -52,6 +52,7 @@ class StreamSides:
         whole = torch.cuda.current_stream(self._device)
         forward = self._streams.of("forward", partition.forward_units)
         backward = self._streams.of("backward", partition.backward_units)
+        # Both sides read what was launched in the device's own stream before.
         for stream in (forward, backward):
             stream.wait_stream(whole)
         launched, end = Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -64,16 +65,20 @@ class StreamSides:
             with torch.cuda.stream(forward):
                 yield
         finally:
+            # Before `launched` is set: an event that was never recorded would count as done.
             end.record(forward)
             launched.set()
+            # Not `result` yet: its error must not keep the streams from being joined.
             wait([found])
             for stream in (forward, backward):
                 whole.wait_stream(stream)
+        # Raises what went wrong on the other side.
         found.result()
 
     @contextmanager
     def alone(self, side: Side, units: int) -> Iterator[None]:
         whole = torch.cuda.current_stream(self._device)
+        # All units are the whole device, for which no context is made.
         stream = whole if units == self.num_units else self._streams.of(side, units)
         stream.wait_stream(whole)
         try:
@@ -131,6 +136,7 @@ class _Streams:
                 f"{whole.sm.smCount} multiprocessors make {number} groups, not {_NUM_UNITS}"
             )
         self._groups: Sequence[Any] = groups[:_NUM_UNITS]
+        # From opposite ends, so that sides whose units add up to all share no multiprocessor.
         for units in range(1, _NUM_UNITS):
             self._streams["forward", units] = self._made(self._groups[:units])
             self._streams["backward", units] = self._made(self._groups[_NUM_UNITS - units :])

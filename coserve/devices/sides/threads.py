@@ -32,6 +32,7 @@ class ThreadSides:
             torch.set_num_threads(partition.forward_units)
             yield
         finally:
+            # Also after an error: the other side must not go on for a pass that is over.
             ended.set()
             wait([found])
             torch.set_num_threads(

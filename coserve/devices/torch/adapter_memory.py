@@ -101,6 +101,7 @@ class AdapterMemory:
 
     def training_bytes(self, layout: AdapterLayout, num_more: int = 0) -> int:
         """Return the least memory with which an adapter is trained; see `for_training`."""
+        # On a CPU there is no other memory for the moments to go to.
         num_copies = _TRAINING_COPIES + num_more - (_MOMENT_COPIES if self._host_is_apart else 0)
         held = self._held(layout)
         return held.parameters * (4 * num_copies + self._copy_bytes) + self._others_bytes(
@@ -131,12 +132,14 @@ class AdapterMemory:
             return False
         with self._lock:
             free = self._free
+        # Less one copy: the adapter is there already.
         return 4 * num_parameters * (_TRAINING_COPIES - 1 + num_more) > _SHARE * free
 
     @property
     def _free(self) -> int:
         available = available_bytes(self._device)
         if self._device.type == "cpu":
+            # All ranks see the same memory of the machine.
             available //= self._group.size
         return self._group.agree_min(
             max(0, available - self._being_taken - sum(self._kept.values()))
@@ -154,6 +157,7 @@ class AdapterMemory:
                     "bytes are missing: lower its rank, train fewer layers, or start with less "
                     "--memory for the page pool"
                 )
+            # Until it is allocated, the system still reports it as free.
             self._being_taken += num_bytes
         try:
             yield

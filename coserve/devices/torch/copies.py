@@ -40,6 +40,7 @@ class TorchCopy:
         self._taken: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # The copies may still be under way in the steps' stream; `write` waits for this event.
             self._taken.record(torch.cuda.current_stream(device))
 
     @property

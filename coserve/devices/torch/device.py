@@ -136,6 +136,7 @@ class TorchDevice:
         with memory_errors():
             self._pages = PagedKv(backbone, num_pages=num_pages, block_tokens=block_tokens)
             self._host = HostPages(self._pages, num_slots=num_host_pages)
+            # Captured calls hold addresses of the pool, whose memory has all been taken by now.
             self._pages.capture()
         self._page_files, self._others = PageFiles(self._pages), OtherModels(backbone, self._pages)
         self._adapter_memory = AdapterMemory(
@@ -203,12 +204,14 @@ class TorchDevice:
         }
 
     def execute(self, command: Command) -> Reply:
+        # Commands beside steps may come between a combination and its undoing.
         if not isinstance(command, BESIDE_STEPS):
             self._take_back = None
         try:
             with memory_errors():
                 reply = self._handlers[type(command)](command)
         except Exception:
+            # A command that failed is answered, too, and counts (`CountCommands`).
             self._count.add(command)
             raise
         self._count.add(command)
@@ -216,6 +219,7 @@ class TorchDevice:
 
     def undo(self, command: Command) -> None:
         """Take back a command that has failed on another rank; it stays counted."""
+        # Most commands have a command that undoes them; those below leave state that has none.
         for inverse in inverses_of(command):
             self._handlers[type(inverse)](inverse)
         if isinstance(command, MeasureDevice):
@@ -230,10 +234,12 @@ class TorchDevice:
 
     def submit(self, batch: StepBatch) -> None:
         """Launch the step; on a CPU it has run on return, but its numbers are not read."""
+        # Before anything can fail, so that no result of an earlier step is left to collect.
         self._step = self._take_back = None
         try:
             step = self._prepared(batch)
         except Exception as error:
+            # The other ranks are in the step by now, or will be: they must not wait for this one.
             if self.backbone.group.size > 1:
                 fail_on_all(self.backbone.group, error)
             raise
@@ -251,12 +257,14 @@ class TorchDevice:
     def _prepared(self, batch: StepBatch) -> TorchStep:
         """Return the step once its commands are done and its requests have their new pages."""
         check_alike(self.backbone.group, batch, "steps")
+        # Commands come first: they open requests, jobs and pages that the step's rows need.
         for command in batch.commands:
             self.execute(command)
         self._requests.extend_tables(batch.requests)
         assert batch.partition is None or _num_used(batch.partition) <= self.info.num_units, (
             "it has not as many units"
         )
+        # Of copies since the last step; `StepResult` reports them with this one's times.
         copy_s = self._host.take_seconds() + self._page_files.take_seconds() + self._placing_s
         self._placing_s = 0.0
         return TorchStep(
@@ -301,8 +309,11 @@ class TorchDevice:
         started_s = perf_counter()
         self._host.wait()  # what the pages held may just be on its way to the host
         trainer = self._trainers.get(command.job)
+        # A job may have been closed or dropped meanwhile; its moments are gone then.
         if trainer is not None and trainer.optimizer is not None:
             trainer.moments.place(self._pages, command.first_page, command.num_pages)
+            # Moments in pages still need a place beside the pool for when the pages are taken back,
+            # unless they then go to the host.
             self._adapter_memory.let_go(command.job)
             if command.num_pages and not trainer.moments.need_pages:
                 self._adapter_memory.keep(command.job, trainer.moments.num_bytes)
@@ -312,6 +323,7 @@ class TorchDevice:
         if (trainer := self._trainers.get(command.job)) is not None:
             if trainer.optimizer is not None:
                 trainer.moments.put_away(self._host, command.slots)
+        # Repeated commands change nothing: what is away already is not stored again.
         elif (adapter := self._versions.get(command.version)) is not None and not is_away(
             adapter.masters
         ):
@@ -358,6 +370,8 @@ class TorchDevice:
         )
 
     def _serve_full_model(self, command: OpenVersion) -> VersionOpened:
+        # Adapters are trained for the weights that were loaded; with others they would compute
+        # wrongly.
         if others := [*self._versions, *self._trainers]:
             raise AdapterError(
                 f"{command.directory} would change the weights that others were trained on: "
@@ -378,15 +392,20 @@ class TorchDevice:
         if command.model:
             backbone = self._others.backbone(command.model)
             window = self._others.window(command.model)
+        # Each node's part of a job has an id of its own; the weights belong to the job as a whole.
         job = command.job if command.shard is None else command.shard.job
         resumes = self._changed_by == job
+        # For `undo`, since opening may set it before another rank fails.
         self._changed_before = self._changed_by
+        # A job that resumes finds its own changes in the weights.
         if not command.model and not resumes:
             self._require_own_weights(f"job {command.job}")
         trainer = open_trainer(
             command, backbone, self._versions, self._adapter_memory, window, restores=resumes
         )
         opened = trainer.opened()
+        # Checked after opening, since only the trainer tells whether it trains the model's own
+        # weights.
         if opened.changes_model:
             others = [*self._versions, *(job for job in self._trainers if job != command.job)]
             if others and not resumes:

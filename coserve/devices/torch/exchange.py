@@ -77,6 +77,7 @@ class TorchExchange:
         if self._shard.gives_gradients:
             return dict(gradients or {})
         progress = {name: tensor - self._base[name] for name, tensor in self._trained.items()}
+        # Copies: training goes on while the contribution is written.
         return progress | {name: tensor.clone() for name, tensor in moments.items()}
 
     def read(self, directories: tuple[str, ...]) -> None:
@@ -96,6 +97,7 @@ class TorchExchange:
             path = Path(directory) / CONTRIBUTION_FILE
             with open_tensors(path) as file:
                 for name, header in file.headers.items():
+                    # Moments are named after their parameter and a slash (`name/moment`).
                     if header.shape != shapes.get(name.rpartition("/")[0] or name):
                         raise AdapterError(
                             f"{path} is no contribution to this job: {name}, {list(header.shape)}"
@@ -110,16 +112,21 @@ class TorchExchange:
 
         `note_taken` is to follow; until then this can be repeated.
         """
+        # What was read begins after what was taken in.
         contributions = self._read[: up_to - self.num_taken]
+        # A copy: until `note_taken`, the step can be repeated from the same base.
         base = {name: tensor.clone() for name, tensor in self._base.items()}
         for contribution in contributions:
             for name, tensor in base.items():
+                # The mean of the nodes' progress, added one by one in the order that all nodes
+                # have.
                 tensor.add_(contribution[name].to(tensor.device), alpha=1.0 / self._shard.count)
         means: dict[str, Tensor] = {}
         if meets:
             last = contributions[-self._shard.count :]  # one of each node
             for name in optimizer.moments:
                 means[name] = torch.stack([each[name] for each in last]).mean(0)
+        # Changed last, when nothing more can fail; what was trained since is replaced.
         for name, tensor in self._trained.items():
             tensor.copy_(base[name])
         for name, mean in means.items():

@@ -46,8 +46,10 @@ class OptimizerMemory:
     def place(self, pages: PagedKv, first_page: int, num_pages: int) -> None:
         """Carry out `PlaceOptimizer`."""
         run = (first_page, num_pages) if num_pages else None
+        # Nothing to do, unless an earlier attempt was interrupted before the room was set.
         if run == self._run and (run is None or self._optimizer.room is not None):
             return
+        # Out first: the new run may overlap the old one.
         if self._run is not None:
             self._leave()
         if run is not None:
@@ -107,6 +109,7 @@ class OptimizerMemory:
         whole, start, room = pages.run(*run).view(torch.float32), 0, {}
         for name, shape in self._optimizer.moment_shapes().items():
             part = part_of(whole, (shape.numel(),), start)
+            # With the parameter's strides: elements correspond by their place in memory.
             room[name] = part.as_strided(shape.shape, shape.stride(), part.storage_offset())
             start += shape.numel()
         assert start <= whole.shape[0], "more moments than pages for them"

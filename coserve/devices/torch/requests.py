@@ -70,10 +70,12 @@ class RequestHandle:
             return
         if command.params.penalizes:
             self.counts = TokenCounts(command.prompt)
+            # Not only the prompt: a request that was preempted or replayed has an output already.
             for token in command.output:
                 self.counts.add(token)
         if (grammar := command.params.grammar) is not None:
             self.matcher = grammars.matcher(grammar, command.output, vocab_size)
+        # Such a row is the same in every step, so it is made once.
         if not self.follows and not command.params.draws:
             self.constant_row = SamplingRow(params=self.params, seed=self.seed)
 
@@ -147,6 +149,7 @@ class _Samplers(_StepRequests):
         self._device, self._vocab_size = device, vocab_size
         self.followed = [(place, handle) for place, handle in enumerate(handles) if handle.follows]
         self.embedded = [place for place, handle in enumerate(handles) if handle.params.embeds]
+        # If all requests choose alike in every step, their rows need not be collected again.
         rows = [handle.constant_row for handle in handles]
         self._constant = [row for row in rows if row is not None] if None not in rows else None
 
@@ -195,6 +198,7 @@ class TorchRequests:
         self._handles[command.request] = RequestHandle(
             command, self.grammars, architecture.vocab_size, samples=self._samples
         )
+        # Kept lists are compared by ids alone, and an id may be opened again with another handle.
         self._forget()
 
     def close(self, request: str) -> None:
@@ -227,6 +231,7 @@ class TorchRequests:
         if not requests:
             return []
         ids = [rows.request for rows in requests]
+        # Decoding steps mostly have the requests of the step before.
         if self._rows is None or ids != self._rows.ids:
             self._rows = _StepRequests(ids, [self._handles[request] for request in ids])
         return self._pages.spans(
@@ -242,6 +247,7 @@ class TorchRequests:
         """Choose tokens and score prompts after the requests' rows, which are the first of hidden
         [n, hidden_size].
         """
+        # Where each request's rows end among all; its last row gives the next token.
         ends = list(accumulate([len(rows.tokens) for rows in requests]))
         sampled = [
             (end - 1, rows) for end, rows in zip(ends, requests, strict=True) if rows.samples
@@ -269,6 +275,7 @@ class TorchRequests:
         All rows are of one kind: the head's weights are read once, which takes longer than sending
         logits.
         """
+        # One rank has all logits anyway: the likeliest token costs nothing more than the argmax.
         if not self._is_divided:
             return (), sampled
         takes = [
@@ -335,6 +342,8 @@ class TorchRequests:
         )
 
         def result() -> dict[str, TokenLogprob]:
+            # Runs when the step is read: only then are tokens on the host, for penalties and
+            # grammars.
             lines = read.lines(samplers.params.num_top)
             for place, handle in samplers.followed:
                 handle.accept(lines[place].token)
@@ -348,6 +357,7 @@ class TorchRequests:
         """Return the states of requests that ask for them; on rank 0."""
         embeddings: dict[str, Pending] = {}
         for place in samplers.embedded:
+            # On all ranks, since they compute it together; rank 0 alone keeps it.
             states = final_states(self._backbone, hidden[sampled[place][0], None])
             if self._samples:
                 embeddings[samplers.ids[place]] = readout.add(states)
@@ -366,6 +376,7 @@ class TorchRequests:
             (end, rows) for end, rows in zip(ends, requests, strict=True) if rows.targets
         ]:
             handle = self._handles[rows.request]
+            # From a place in the prompt to the row of the batch that holds it.
             first = end - len(rows.tokens) + rows.scored_row - rows.start
             for start in range(0, len(rows.targets), most):
                 targets = rows.targets[start : start + most]

@@ -165,16 +165,20 @@ def sample(
     device = logits.device
     backend = backend or PlainBackend(device)
     params = params or SampledParams([row.params for row in rows], device)
+    # Rows whose logits change before a token is chosen; all others are read as they are.
     changed = params.biased.union(
         [i for i, row in enumerate(rows) if row.counts or row.forbidden or row.mask]
     )
     drawn, adjusted = params.drawn, sorted(changed.difference(params.drawn))
+    # Three kinds: plain rows (one argmax over all logits), adjusted ones that take the likeliest,
+    # and drawn ones. The latter two overwrite what the first put in their places.
     is_plain = len(drawn) + len(adjusted) < len(rows)
     tokens = (
         backend.argmax(logits)
         if is_plain
         else torch.empty(len(rows), dtype=torch.int64, device=device)
     )
+    # One number in [0, 1) per drawn row, from its seed and place alone.
     uniform = _uniform([rows[index] for index in drawn])
 
     def scores_of(few: Sequence[int], which: Tensor) -> Tensor:
@@ -190,6 +194,7 @@ def sample(
         which = on_device(drawn[few], device)
         scores = scores_of(drawn[few], which).div_(params.temperature[few])
         if params.min_p is not None:
+            # p >= min_p * max p, by logits: the norm is the same on both sides.
             floor = scores.amax(-1, keepdim=True) + params.min_p[few].log()
             scores.masked_fill_(scores < floor, float("-inf"))
         tokens[which] = backend.draw(scores, uniform[few], params.top_k[few], params.top_p[few])
@@ -213,10 +218,12 @@ def _report(logits: Tensor, tokens: Tensor, params: SampledParams) -> Sampled:
             tokens=tokens, logprobs=none.new_empty(0), top_tokens=none.long(), top_logprobs=none
         )
     raw = logits.float()
+    # Log-probabilities are logit - norm, of the model's own logits.
     norm = raw.logsumexp(-1)
     top_values, top_tokens = raw.topk(min(max(params.num_top), raw.shape[1]), -1)
     for index, named in params.named:
         which = on_device(named, logits.device)
+        # A request that names tokens gets these in place of the likeliest.
         top_tokens[index, : len(named)], top_values[index, : len(named)] = which, raw[index, which]
     return Sampled(
         tokens=tokens,
@@ -250,6 +257,7 @@ def _adjust_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     for index, row in enumerate(rows):
         if row.params.allowed_token_ids:
             which = on_device(row.params.allowed_token_ids, scores.device)
+            # Kept before everything is forbidden, since biases were added already.
             allowed = scores[index, which]
             scores[index] = float("-inf")
             scores[index, which] = allowed
@@ -267,6 +275,7 @@ def _mask_(scores: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
     bits = torch.bitwise_right_shift(
         packed[:, :, None], torch.arange(8, dtype=torch.uint8, device=scores.device)
     )
+    # [rows, tokens]; masks are whole words of 32 bits, so the last ones may have no token.
     is_out = (bits.bitwise_and_(1) == 0).view(len(rows), -1)[:, : scores.shape[1]]
     if (
         more := scores.shape[1] - is_out.shape[1]
@@ -288,6 +297,7 @@ def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     if not counted:
         return
     device = scores.device
+    # All rows' used tokens end to end: index (row), tokens and uses, each [sum of sizes].
     sizes = torch.tensor([len(tokens) for _, (tokens, _) in counted])
     index = on_device(
         torch.tensor([index for index, _ in counted]).repeat_interleave(sizes), device
@@ -299,6 +309,7 @@ def _penalize_(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
         for kind in ("repetition", "presence", "frequency")
     )
     values = scores[index, tokens]
+    # CTRL's penalty (arXiv 1909.05858); of a negative score, the product is the lower one.
     values = torch.where(values > 0, values / repetition, values * repetition)
     scores[index, tokens] = values - (presence * (uses > 0) + frequency * uses)
 
@@ -314,6 +325,7 @@ def _mixed(number: int) -> int:
     With numbers that are `_STEP` apart it is the generator SplitMix64 (Steele, Lea and Flood,
     OOPSLA 2014, figure 16), any number of which is computed without those before it.
     """
+    # SplitMix64 works modulo 2^64, Python's integers do not.
     number &= _BITS
     number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _BITS
     number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _BITS

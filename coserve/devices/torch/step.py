@@ -140,6 +140,8 @@ class TorchStep:
                 self._agree_on_end()
             if self._error is not None:
                 raise self._error
+            # Work of a GPU is launched by now, but its errors appear only where something waits for
+            # it.
             self._readout.read()
         with torch.inference_mode(), last_word(group):
             result = self._success() if self._failure is None else self._failed(self._failure)
@@ -168,9 +170,11 @@ class TorchStep:
         )
         if failure is None:
             return
+        # Only a lack of memory is a result of the step (`StepFailure`); all else is raised.
         if failure.kind != "memory":
             self._error = failure.error(group.rank, self._error)
             return
+        # A rank that succeeded takes over the failure, so that all results are alike.
         self._error, self._failure, self._updating = None, failure.text, failure.broken_update
         if failure.broken_update is not None:  # this rank may have finished it
             self._norms.pop(failure.broken_update, None)
@@ -236,6 +240,8 @@ class TorchStep:
         """
         partition = self._batch.partition
         if partition is None:
+            # Losses and tasklets read no pages that are copied from the host, so these copies go on
+            # beside them, and only the forward pass waits.
             return (
                 self._prepare,
                 self._losses,
@@ -244,6 +250,8 @@ class TorchStep:
                 self._host.wait,
                 self._forward,
             )
+        # Unless the partition stops with the forward pass, tasklets go on alone on the whole
+        # device.
         rest = _nothing if partition.stops else self._backward
         return partial(self._divided, partition), _nothing, rest, self._updates, _nothing, _nothing
 
@@ -255,12 +263,16 @@ class TorchStep:
         tasklet runs in any case.
         """
         assert self._sides is not None, "it cannot be divided"
+        # Both sides have ended when this context ends; only a turn that was stopped may be left
+        # over.
         with self._sides.running(self._work_beside, partition):
             self._host.wait()
             self._waited_s = self._timer.lap()
             self._prepare()
             self._forward()
             self._forward_s = self._timer.lap()
+        # A tasklet that was stopped in the middle is finished on all units; its rows count in this
+        # step.
         if self._turn:
             self._run_turn()
             self._beside_s = self._timer.lap()
@@ -268,9 +280,11 @@ class TorchStep:
             self._run_turn()
 
     def _work_beside(self, forward_has_ended: Callable[[], bool]) -> None:
+        # Losses first: tasklets of the same packs need their gradients.
         self._losses()
         self._backward(forward_has_ended)
         under_way = {piece.job for piece in self._turn}
+        # A turn that was stopped counts as one beside the forward pass, where most of it ran.
         started = {job: number + (job in under_way) for job, number in self._num_tasklets.items()}
         self._num_beside = {job: number for job, number in started.items() if number}
         self._beside_s = self._timer.lap()
@@ -297,11 +311,13 @@ class TorchStep:
         """
         if self._turn:
             return True
+        # A turn is one tasklet of each of some jobs, which run joined where they can.
         while self._has_time() and (turn := next(self._turns, None)):
             if not (turn := [piece for piece in turn if not self._is_declined(piece.job)]):
                 continue
             joined, apart = self._pieces(turn)
             for training, num_rows in apart:
+                # These cannot stop in the middle, so they run before the joined one, which can.
                 training.run_tasklet(num_rows)
             self._turn, self._tasklet = turn, joined_tasklet(joined) if joined else None
             return True
@@ -318,6 +334,7 @@ class TorchStep:
             return False
         limit_s, most_s = self._batch.backward_limit_s, 0.0
         if not self._rows:
+            # Nobody waits for tokens: the step may wait for weights until its time is over.
             most_s = _MAX_WAIT_S if limit_s is None else limit_s - self._timer.elapsed_s()
         try:
             declined = job in self._broken or not training.is_there(most_s)
@@ -352,6 +369,7 @@ class TorchStep:
             # No rank begins while another one may still fail in what came before: so at most one
             # update is broken, and the same on all ranks.
             self._backbone.group.barrier()
+            # Until the update has ended: a failure in between leaves weights half changed.
             self._updating = update.job
             norm = self._trainers[update.job].update(update.num_trained, update.num_steps)
             self._norms[update.job] = self._readout.add(norm)
@@ -371,8 +389,10 @@ class TorchStep:
                 spans.append(training.next_window(window.num_rows))
         if not spans:
             return
+        # Requests' rows come first in `spans`, then those of windows (`TorchRequests.finish`).
         hidden = forward(self._backbone, spans)
         self._served = self._requests.finish(hidden, requests, self._readout)
+        # [rows, hidden_size]: windows' rows begin after all requests' rows.
         start = sum([span.num_rows for span in self._spans])
         for training, span in zip(passes, spans[len(self._spans) :], strict=True):
             training.finish_window(hidden[start : start + span.num_rows])
@@ -401,6 +421,7 @@ class TorchStep:
     def _passes(self) -> list[tuple[str, TrainingPass]]:
         """Return the passes that the step has moved on."""
         batch = self._batch
+        # Without repeats and in this order, which is the same on all ranks.
         jobs = [
             *(piece.job for piece in batch.losses),
             *(piece.job for piece in batch.tasklets),
@@ -420,6 +441,7 @@ class TorchStep:
         )
 
     def _read_norms(self) -> dict[str, float | None]:
+        # None: the gradient was not finite (`StepResult.norms`).
         norms = {job: norm.floats()[0] for job, norm in self._norms.items()}
         return {job: norm if isfinite(norm) else None for job, norm in norms.items()}
 

@@ -83,6 +83,7 @@ class CudaTimer(SectionTimer):
 
     def elapsed_s(self) -> float:
         self._pieces.append(self._event(timed=False))
+        # The host must not launch far ahead, or it would find only late that time is over.
         if len(self._pieces) > _RUN_AHEAD:
             self._pieces.popleft().synchronize()
         return time.perf_counter() - self._started_s

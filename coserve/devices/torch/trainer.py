@@ -83,6 +83,7 @@ class TorchTrainer:
                 name: reparametrization.state_of(name, graphs.states) for name in trained
             }
         self._rank_gradients = RankGradients(group, graphs.states, graphs.summed)
+        # No sums here: by the time of the norm, gradients are complete (`_complete`).
         norm_of = RankGradients(group, self.states, ()).norm
         self.optimizer: AdapterOptimizer | None = AdapterOptimizer(
             trained, config.optimizer, norm_of
@@ -106,6 +107,8 @@ class TorchTrainer:
             mean_context_len=mean_context_len,
             link_flops_per_byte=adapter.backbone.link_flops_per_byte,
         )
+        # Weights that pass through a window have no fixed addresses that a captured call could
+        # read.
         self._captured = None if window is not None else CapturedWindows.of(adapter)
         self._evaluation = evaluation_programs(adapter, mean_context_len=mean_context_len)
         self._objective = config.make_objective()
@@ -134,11 +137,13 @@ class TorchTrainer:
         return msgspec.structs.replace(opened, optimizer_bytes=NUM_MOMENTS * trained_bytes)
 
     def begin(self, command: BeginPack, pages: PagedKv) -> None:
+        # A new pack begins, so the pack before it can no longer be dropped: its gradients count.
         self._join_last()
         if self.training_pass is not None:
             self.training_pass.release()
             self.training_pass = None
         make_pass: Callable[..., TrainingPass] = TrainingPass
+        # Captured windows train with the adapter: an evaluation keeps nothing, a reference is bare.
         if not command.evaluate and not command.is_reference:
             make_pass = partial(TrainingPass, captured=self._captured)
         if self.window is not None:
@@ -185,9 +190,11 @@ class TorchTrainer:
         """
         done, self.training_pass = self.training_pass, None
         assert done is not None and done.done
+        # Evaluations run other programs and leave no gradients.
         if done.programs is self._programs:
             self._last = done.gradients
         if done.is_bare and done.scores is not None:
+            # For the next pack, which has the same sequences, with the adapter.
             self._reference = done.scores.logprobs
 
     @torch.inference_mode()
@@ -198,6 +205,7 @@ class TorchTrainer:
         if self._gradients is None:
             self._gradients = last
             return
+        # In one call, on a GPU a few launches, for hundreds of parameters.
         torch._foreach_add_([self._gradients[name] for name in last], list(last.values()))
 
     def update(self, num_trained: int, num_steps: int) -> Tensor:
@@ -206,11 +214,13 @@ class TorchTrainer:
         """
         self._join_last()
         self._complete()
+        # Taken before the step, which may fail: gradients must not count twice.
         gradients, self._gradients, self._is_complete = self._gradients, None, False
         if gradients is None and self.exchange is not None:  # its part of the batch has no examples
             gradients = zeros_like_all(self.adapter.masters)
         assert gradients is not None and self.optimizer is not None and not self.moments.is_away
         if self._reparametrization is not None:
+            # From the adapter's parameters to what is trained in their place.
             gradients = self._reparametrization.pull_back(gradients, num_trained=num_trained)
         self.moments.fetch()
         norm = self.optimizer.step(gradients, num_trained=num_trained, num_steps=num_steps)
@@ -234,6 +244,7 @@ class TorchTrainer:
         """Carry out `TakeContribution`."""
         assert self.exchange is not None and self.optimizer is not None
         self._join_last()
+        # Other nodes have ranks of their own: what is sent is the sum over this node's ranks.
         if self.exchange.gives_gradients:
             self._complete()
         moments = self.optimizer.moments | self.moments.away(on_device=False)
@@ -258,12 +269,14 @@ class TorchTrainer:
         """
         exchange = self.exchange
         assert exchange is not None and self.optimizer is not None
+        # References only: nothing below changes these tensors in place.
         gradients, is_complete, position = self._gradients, self._is_complete, exchange.position
 
         def take_back() -> None:
             exchange.return_to(position)
             self._gradients, self._is_complete = gradients, is_complete
 
+        # The command is a repetition: these were taken in already.
         if up_to <= exchange.num_taken:
             return take_back
         if exchange.gives_gradients:
@@ -278,6 +291,7 @@ class TorchTrainer:
         if self.optimizer is None:
             return TorchCheckpoint(self.version(for_checkpoint=True), None, self._held(self.states))
         state = (
+            # On the host where the device has no room for a second copy.
             self.optimizer.state(on_host=self._moments_need_pages)
             | self.moments.away(on_device=False)
             | self.adapter.state()
@@ -327,6 +341,7 @@ class TorchTrainer:
     def close(self) -> None:
         self.drop_pack()
         if self.optimizer is not None:
+            # Their run of pages, or memory, is free with the last reference.
             del self.moments
         self._gradients = self.optimizer = self.exchange = None
 
@@ -357,6 +372,8 @@ def open_trainer(
     checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
     config = None if command.adapter is None else adapter_config(command.adapter)
     more = 0 if command.shard is None else command.shard.num_copies
+    # Four ways to begin: the model's own weights or an adapter from a checkpoint, a version that is
+    # served, or a new adapter.
     if checkpoint is not None and config is not None and config.is_model:
         with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture), more):
             adapter = config.create(backbone, seed=command.config.seed)
@@ -378,6 +395,7 @@ def open_trainer(
     else:
         with memory.for_training(f"job {command.job}", config.sizes(backbone.architecture), more):
             adapter = config.create(backbone, seed=command.config.seed)
+        # Begun anew, the job must not continue from the weights that it changed before.
         if restores and isinstance(adapter, FullWeights):
             adapter.restore()
     if why_not := adapter.config.why_not_trained(adapter.architecture):
@@ -397,9 +415,11 @@ def open_trainer(
     )
     if checkpoint is not None:
         trainer.load_state(checkpoint / OPTIMIZER_FILE)
+    # After the state is read: the adapter's parameters follow from what is trained in their place.
     if replaced is not None:
         replaced.apply(adapter)
     if trainer.exchange is not None:
+        # Last: the values that all nodes begin with are those that were just read or made.
         trainer.exchange.begin()
     return trainer
 
