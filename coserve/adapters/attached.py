@@ -107,6 +107,8 @@ class AdapterGraphs:
             training: _bypasses(config, layout, training=training) for training in (True, False)
         }
         if not local.divided:
+            # Equal blocks get the same object, so that programs and captured calls are made once
+            # for all.
             shared: dict[tuple[Any, ...], AttachedGraph] = {}
             return cls(
                 by_training={
@@ -130,6 +132,7 @@ class AdapterGraphs:
             for part, of_part in by_part.items():
                 divided = local.divided[part]
                 # Requests run with the parameters that training has.
+                # Training comes first in `bypasses`, and its graph decides how parameters are cut.
                 fixed = {} if training else dict(_own_states(found[True][part]))
                 key = (divided.graph, _key(of_part), tuple(fixed.items()))
                 if key not in shared:
@@ -149,10 +152,12 @@ class AdapterGraphs:
         summed = {prefix(part) + name for part, each in found[True].items() for name in each.summed}
         counted_once = set[str]()
         for name, owner in layout.shared.items():
+            # One tensor cannot be held in two ways.
             if states.get(name, WHOLE) != states.get(owner, WHOLE):
                 raise AdapterError(
                     f"{name} is {owner}, and ranks would divide the two in different ways"
                 )
+            # Ranks add up the shared parameter's gradient; what is whole on each must count once.
             if summed & {name, owner}:
                 counted_once |= {name, owner} - summed
                 summed.add(owner)

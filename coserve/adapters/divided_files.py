@@ -94,9 +94,12 @@ class DividedAdapter:
             name: self._viewed_tensor(each, masters[each.parameter])
             for name, each in viewed.items()
         }
+        # Usual for LoRA and the like: every tensor of the file is a block of one parameter.
         if not shapes.keys() - viewed.keys():
             return found
         layout, rank = self.layout, self.ranks.rank
+        # The method converts whole tensors: once the values, and once which elements are this
+        # rank's.
         values, marks = self._without_memory(torch.float32), self._without_memory(torch.bool)
         for name in layout.shapes.keys() - {each.parameter for each in viewed.values()}:
             state, master = self.state(name), masters[name].detach().cpu()
@@ -109,6 +112,7 @@ class DividedAdapter:
                 if (
                     own.dtype != torch.bool
                 ):  # it follows from the method's settings, alike on every rank
+                    # Such as VeRA's projections: rank 0 alone writes them.
                     own = torch.full(value.shape, rank == 0)
                 blocks = partial(marked_blocks, value, own)
                 found[name] = FileTensor(
@@ -149,7 +153,9 @@ class DividedAdapter:
             if (each := viewed.get(name)) is None:
                 tensors[name] = file.read_finite(name, dtype)
                 continue
+            # A stand-in of the right shape, since `from_peft_tensors` expects every tensor.
             tensors[name] = torch.zeros(()).expand(shape)
+            # A shared parameter may be in the file under several names.
             if each.parameter not in found:
                 state, whole = self.state(each.parameter), self.layout.shapes[each.parameter]
                 found[each.parameter] = read_piece(
@@ -163,6 +169,7 @@ class DividedAdapter:
         """
         viewed, shapes = dict[str, _Viewed](), dict[str, tuple[int, ...]]()
         with torch.inference_mode(False):  # within, views do not say what they are of
+            # On the meta device: only what is a view of what matters.
             absent = {
                 name: torch.empty(shape, device="meta")
                 for name, shape in self.layout.shapes.items()

@@ -80,6 +80,7 @@ class AdapterLayout:
             module: Place.of(architecture, module, part, node)
             for module, (part, node) in sites.items()
         }
+        # Filled in below: `bypass` needs the layout's places and frozen weights to tell the shapes.
         layout = cls(
             architecture=architecture,
             places=places,
@@ -101,6 +102,7 @@ class AdapterLayout:
     def _add(self, module: str, specs: Iterable[TensorSpec]) -> None:
         for spec in specs:
             name = f"{module}.{spec.name}"
+            # A shared parameter counts once, at the module that owns it.
             if name not in self.shared:
                 self.shapes[name], self.local_names[name], self.modules[name] = (
                     spec.shape,
@@ -116,6 +118,7 @@ class AdapterLayout:
         if frozen is None or module not in frozen.modules:
             return config.bypass(place, training=training)
         own = place.weights["weight"]
+        # The adapter only brings a weight here; the method itself has nothing at this module.
         if module not in config.sites(self.architecture, every_target=False):
             return with_frozen_weight(None, own)
         return with_frozen_weight(config.bypass(place, training=training), own)
@@ -132,6 +135,7 @@ class AdapterLayout:
     @property
     def num_derived(self) -> int:
         """Return the elements of derived tensors; one at several places counts once."""
+        # Such as VeRA's projections, which all modules share.
         kinds = {(spec.name, spec.shape) for specs in self.derived.values() for spec in specs}
         return sum(prod(shape) for _, shape in kinds)
 

@@ -96,7 +96,7 @@ class AttachedBypass:
             return None
         last = self.nodes[-1]
         reads = {name for node in self.nodes for name in node.input.values()}
-        # The site's own product can then take the low-rank result into its sum (see `models.bypass_runs`).
+        # The site's own product can then include the last one (see `models.bypass_runs`).
         is_before = (
             last.op == "low_rank" and last.outputs[0][1] == self.result and self.base not in reads
         )

@@ -138,12 +138,14 @@ def forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
     assert spans, "a batch has at least one span"
     if not backbone.backend.captures:
         return _forward(backbone, spans)
+    # Each span that has captured calls runs alone; what is left runs together as one batch.
     found = [span.run_captured() for span in spans]
     if not (others := [span for span, rows in zip(spans, found, strict=True) if rows is None]):
         return torch.cat([rows for rows in found if rows is not None])
     together = _forward(backbone, others)
     if len(others) == len(spans):
         return together
+    # Back into the order of the spans.
     own = iter(torch.split(together, [span.num_rows for span in others]))
     return torch.cat([next(own) if rows is None else rows for rows in found])
 
@@ -151,6 +153,7 @@ def forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
 def _forward(backbone: Backbone, spans: Sequence[RowSpan]) -> Tensor:
     """Run the spans as one batch."""
     batch = _Batch(backbone, spans)
+    # The embedding and the blocks; the last part is the head, which reads only some rows.
     first, *blocks = backbone.local.parts[:-1]
     x = batch.run(first, None)
     if (traced := batch.run_traced(x)) is not None:
@@ -194,6 +197,7 @@ class _Batch:
         self._keepers: list[_Keeper] = []
         users: list[tuple[int, Bypasses | None, RowGroup | None]] = []
         start = 0
+        # Only neighbours form a group: its rows must be a slice of the batch.
         for _, found in groupby(
             spans, key=lambda span: id(span) if span.group is None else span.group
         ):
@@ -202,6 +206,7 @@ class _Batch:
             rows = slice(start, start + own.tokens.shape[0])
             attention = own.attention(backbone.backend)
             self._keepers.append(_Keeper(own=own, rows=rows, attention=attention))
+            # Adapters go by span, for those of one group may differ.
             users += [(span.num_rows, span.bypasses, own) for span in (first, *others)]
             start = rows.stop
         self._adapters = RowAdapters(users, backbone.device, apart=bool(backbone.block_rows))
@@ -230,6 +235,7 @@ class _Batch:
         values: dict[str, Tensor] = dict(self._constants)
         if x is not None:
             values["x"] = x
+            # The part's input is made by no node of it, so nothing else saves it.
             after.savers.save("x", x)
         after.run(values, context)
         return values[graph.outputs[0]]
@@ -239,13 +245,17 @@ class _Batch:
         (first, *others), backbone = self._keepers, self._backbone
         requests = first.own.in_pages
         windows = [window for keeper in others if (window := keeper.own.in_window) is not None]
+        # One call takes requests' rows first and training windows after them, and nothing else.
         if requests is None or len(windows) < len(others) or backbone.block_rows is not None:
             return None
+        # Tokens and positions, which are integers, have done their part in x and the rotary tables.
         inputs = {
             name: rows for name, rows in self._constants.items() if rows.dtype == backbone.dtype
         } | {"x": x}
 
         def attention(rows_apart: bool) -> AttentionBatch:
+            # Some calls take each row of a prompt as a segment of its own
+            # (`TracedCalls.rows_apart`).
             if requests.segments is None or not rows_apart:
                 return first.attention
             return backbone.backend.prepare_attention(
@@ -292,6 +302,7 @@ class _Savers:
             for name in saved.keep.rows:
                 self._savers.setdefault(name, []).append(saved)
             for made, node in saved.keep.only_kept.items():
+                # By the tensor that they are made of: they run as soon as it is there.
                 self._made.setdefault(node.inputs[0][1], []).append((saved, made, node))
 
     @property
@@ -308,6 +319,7 @@ class _Savers:
         if name in self._made or len(self._savers.get(name, ())) != 1:
             return None
         place = self._savers[name][0].keep.rows[name]
+        # A kernel writes all rows of the batch, so only a destination for all of them will do.
         return place if isinstance(place, Tensor) and place.shape[0] == self._num_rows else None
 
     def save(self, name: str, value: Tensor, group: BypassGroup | None = None) -> None:
@@ -349,8 +361,10 @@ class AfterNode:
         """
         self._backend = context.backend
         self._low_rank = batch = adapters.low_rank
+        # Places where no adapter of this batch sits cost nothing.
         self._runs = {run.node: run for run in runs if run.mask & batch.mask} if batch else {}
         self.savers = _Savers(part, keepers, context)
+        # Fusion must leave these tensors as they are: adapters read and add to them after the node.
         read = {name for run in self._runs.values() for name in (run.source, *run.outputs)}
         self.bypasses = BypassRuns(
             part, graph, adapters.groups, num_rows, weights, context, self.savers, read

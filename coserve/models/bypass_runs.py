@@ -85,6 +85,8 @@ class BypassRuns:
         for group in groups:
             for site in group.sites(part):
                 self._groups.setdefault(site, []).append(group)
+        # Only then may a node's own product include the bypass, or the adapter's weights replace
+        # it.
         has_one = len(groups) == 1 and groups[0].has_one_adapter_of(num_rows)
         operators = (
             frozenset(context.backend.fused) if context.block_rows is None else frozenset[str]()
@@ -95,6 +97,8 @@ class BypassRuns:
             if may_be_within
             else set()
         )
+        # Sites whose rows all run the adapter's own weights: the backbone's product would be
+        # wasted.
         self._alone = (
             {site for site in self._groups if self._instead(site)} if has_one else set[str]()
         )
@@ -108,17 +112,21 @@ class BypassRuns:
         self, groups: Sequence[BypassGroup], operators: frozenset[str], read: Collection[str]
     ) -> None:
         graph, saver, bypasses = self.graph, self._saver, dict[str, AttachedBypass]()
+        # The fused graph reads the bypass's parameters as weights of its own.
         if self.within:
             weights = dict(self.weights)
             for site in sorted(self.within):
                 bypasses[site], parameters = groups[0].site(self._part, site)
                 weights |= parameters
             self.weights = weights
+        # Bypasses that run after their node add to these outputs in place: no node may absorb them.
         added_to = {
             graph.node[site].outputs[0][1] for site in self._groups if site not in self.within
         }
         names = saver.names
         kept = frozenset((*read, *added_to, *names))
+        # Saved tensors that a kernel may write to their destination; not those that change
+        # afterwards.
         rooms = frozenset(
             name for name in names if name not in added_to and saver.room(name) is not None
         )
@@ -134,6 +142,7 @@ class BypassRuns:
         if made is None or any(
             its_bypasses[site] is not bypass for site, bypass in bypasses.items()
         ):
+            # All at once: which of them are still in use is not known.
             if len(graph.rewritten) >= _MAX_REWRITTEN:
                 graph.rewritten.clear()
             made = fuse(_with_bypasses(graph, bypasses, self.weights), operators, kept, rooms)
@@ -162,6 +171,7 @@ class BypassRuns:
     def add(self, node: Node, values: MutableMapping[str, Tensor]) -> None:
         """Add what bypasses contribute to a node's output and the node has not included."""
         if node.name not in self.within:
+            # Groups in turn, since they are rows of different adapters.
             for group in self._groups.get(node.name, ()):
                 self._run(group, node, values)
 
@@ -177,6 +187,8 @@ class BypassRuns:
         rooms = {room_name(name): name for name in self._saver.names}
         found = dict[str, Tensor]()
         for name in self._given:
+            # A destination, which the kernel writes to; anything else is a constant of the bypass's
+            # rows.
             if name in rooms and (room := self._saver.room(rooms[name])) is not None:
                 found[name] = room
             elif name not in values:
@@ -228,7 +240,9 @@ class BypassRuns:
         if bypass.weights:
             parameters = {**parameters, **{name: self.weights[name] for name in bypass.weights}}
         output = values[node.outputs[0][1]]
+        # A view of neighbouring rows, else a copy, which `put` writes back.
         base = group.take(output)
+        # These rows' result by the backbone's weights is replaced.
         if bypass.instead is not None and node.name not in self._ran_alone:
             own = self._with_own_weights(group, bypass.instead, parameters, values)
             base.copy_(own)
@@ -252,6 +266,7 @@ class BypassRuns:
         self._take_inputs(group, last, local, parameters, values)
         inputs = {slot: parameters.get(name, local.get(name)) for slot, name in last.inputs}
         add_result(last, base, inputs, self._context)
+        # Nothing to do for a view: the sum is in place.
         group.put(output, base)
 
     def _run_inside(
@@ -301,6 +316,8 @@ def _with_bypasses(
     for run in graph.runs:
         for node in run:
             if (bypass := bypasses.get(node.name)) is not None:
+                # Before all nodes of the run, so that these stay neighbours and can still run at
+                # once.
                 nodes += bypass.nodes[:-1]
         for node in run:
             if (bypass := bypasses.get(node.name)) is None:

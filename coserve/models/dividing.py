@@ -28,6 +28,7 @@ def divided_backbone(whole: Backbone, group: RankGroup) -> Backbone:
             for name, value in tensors.items()
         }
     table = weights["embed"][f"{whole.architecture.embedding_name}.weight"]
+    # Cut one by one, table and head would be two copies of the same piece.
     if whole.architecture.tied and isinstance(weights["head"][HEAD], DenseWeight):
         assert isinstance(table, Tensor)
         weights["head"][HEAD] = DenseWeight(table)

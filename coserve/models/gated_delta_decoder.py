@@ -34,6 +34,7 @@ class GatedDeltaDecoder(RotaryDecoder):
         self._check_layers()
 
     def rotary_prefix(self, layer: int) -> str | None:
+        # Gated delta layers have no positions: their state carries the order.
         return "" if self.config.layer_types[layer] == _FULL else None
 
     def attend(
@@ -52,6 +53,7 @@ class GatedDeltaDecoder(RotaryDecoder):
         k = b.linear("self_attn.k_proj", x, kv_width, bias=self.qkv_bias)
         v = b.linear("self_attn.v_proj", x, kv_width, bias=self.qkv_bias)
         widths = {"self_attn.query": self.head_dim, "self_attn.gate": self.head_dim}
+        # The gates keep their name, by which `attention` finds them.
         q, _ = b.split(fused, widths, groups=heads)
         q, k = (
             self.norm(b, name, rows, self.head_dim)
@@ -117,8 +119,10 @@ class GatedDeltaDecoder(RotaryDecoder):
             value_dim=width,
             kernel_size=config.linear_conv_kernel_dim,
         )
+        # Unlike the other norms, this weight is stored as it is, not less one.
         norm = {"x": y, "weight": b.weight("linear_attn.norm.weight", width)}
         y = b.apply("rms_norm", "linear_attn.norm", norm, eps=config.rms_norm_eps)
+        # The gated norm of Qwen3-Next: the norm of each head, times silu(z).
         y = b.apply("silu_mul", "linear_attn.gated", {"gate": z, "up": y})
         return b.linear("linear_attn.out_proj", y, self.hidden_size)
 
@@ -139,6 +143,7 @@ class GatedDeltaDecoder(RotaryDecoder):
                 raise UnsupportedModelError(
                     f"{name}={size!r} is not valid; it must be a whole number of at least 1"
                 )
+        # Each key head serves as many value heads.
         if config.linear_num_value_heads % config.linear_num_key_heads:
             raise UnsupportedModelError(
                 f"linear_num_value_heads={config.linear_num_value_heads} must be a multiple of "

@@ -59,6 +59,7 @@ def logits_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -> T
             continue
         whole = own.new_empty(own.shape[0], cut.width)
         for rank, piece in enumerate(pieces):
+            # Leaves out the padding of the last ranks' pieces.
             cut.put(whole, piece, rank)
         found.append((some.places, whole))
     return _joined(backbone, found, hidden.shape[0]) if found else None
@@ -78,6 +79,7 @@ def likeliest_on_rank_0(backbone: Backbone, hidden: Tensor, users: Users = ()) -
         tokens = _likeliest_on_rank_0(backbone, some)
         if tokens is None:
             continue
+        # All rows are of one vocabulary: nothing to put together.
         if some.places is None:
             return tokens
         found[some.places] = tokens
@@ -91,6 +93,7 @@ def final_states(backbone: Backbone, hidden: Tensor) -> Tensor:
     """
     graph, values = backbone.local.graphs["head"], {"x": hidden}
     context = row_context(backbone)
+    # Norm and whatever else comes before the last product; the product itself is left out.
     last = graph.node["lm_head"]
     for run in graph.runs:
         if last in run:
@@ -124,6 +127,7 @@ def _by_vocabulary(backbone: Backbone, hidden: Tensor, users: Users) -> list[_So
     groups: dict[Bypasses | None, tuple[list[int], list[tuple[int, Bypasses | None]]]] = {}
     for num_rows, bypasses in users:
         is_apart = bypasses is not None and bypasses.vocab_size != vocab_size
+        # Adapters with the backbone's vocabulary go together, whoever they are.
         rows, own = groups.setdefault(bypasses if is_apart else None, ([], []))
         rows.extend(range(start, start + num_rows))
         own.append((num_rows, bypasses))
@@ -147,6 +151,7 @@ def _joined(
     (places, first), *others = found
     if places is None and not others:
         return first
+    # At least the backbone's, as callers rely on (`logits`).
     width = max(backbone.architecture.vocab_size, *(each.shape[1] for _, each in found))
     whole = torch.full((num_rows, width), -inf, dtype=first.dtype, device=first.device)
     for places, each in found:
@@ -161,10 +166,12 @@ def _likeliest_on_rank_0(backbone: Backbone, some: _Some) -> Tensor | None:
     own[:, cut.num_held(backbone.group.rank) :] = -inf
     places = backbone.backend.argmax(own)[:, None]
     # A token's number is exact in float32: a piece has fewer than 2^24.
+    # [rows, 2]: each rank's largest logit and its token, in one tensor so that one gather does.
     found = torch.cat((own.gather(1, places).float(), places.float()), -1)
     pieces = backbone.group.gather(found, 0, "likeliest")
     if pieces is None:
         return None
+    # pieces [ranks, rows, 2]; of equal logits the first rank's, which has the lower tokens.
     rank = pieces[..., 0].argmax(0)
     return (
         pieces[..., 1].gather(0, rank[None])[0].long() + rank * cut.local

@@ -51,6 +51,7 @@ class MixtureDecoder(RotaryDecoder):
         scores = {"x": x, "weight": weight, "bias": bias}
         op = "route_of_all" if self.all_scores else "route"
         shares = b.apply(op, self.router, scores, top_k=self.experts_per_row)
+        # The router's second output; `apply` returns the name of the first.
         chosen = f"{self.router}.experts"
         h = self._products(
             b, "mlp.experts.gate_up_proj", x, chosen, 2 * self.expert_width, shared=True
@@ -68,6 +69,7 @@ class MixtureDecoder(RotaryDecoder):
         h = self.gated(b, gate, up, "mlp.shared_expert")
         y = b.linear("mlp.shared_expert.down_proj", h, self.hidden_size)
         share = b.linear("mlp.shared_expert_gate", x, 1)
+        # One gate per row, [n, 1].
         return b.apply("sigmoid_mul", "mlp.shared_expert.gated", {"gate": share, "x": y})
 
     def expert_gate(self, b: GraphBuilder, fused: str) -> str:
@@ -75,6 +77,7 @@ class MixtureDecoder(RotaryDecoder):
         name.
         """
         widths = {"mlp.experts.gate": self.expert_width, "mlp.experts.up": self.expert_width}
+        # Each of a row's experts has gate and up side by side, [n, k * 2 * width].
         gate, up = b.split(fused, widths, groups=self.experts_per_row)
         return self.gated(b, gate, up)
 
@@ -84,6 +87,7 @@ class MixtureDecoder(RotaryDecoder):
         """Add products with experts' matrices. shared: whether a row is the same for all its
         experts.
         """
+        # Rows hold one part for each of their experts, unless all experts read the same.
         width = b.width(x) if shared else b.width(x) // self.experts_per_row
         weight = b.weight(f"{name}.weight", self.num_experts, out, width)
         bias = b.weight(f"{name}.bias", self.num_experts, out) if self.expert_bias else None

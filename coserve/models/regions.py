@@ -35,6 +35,8 @@ class Region:
         for each, (own, size) in enumerate(zip(self.at[: dim + 1], shape, strict=False)):
             stride //= max(1, size)
             numbers = range(own.start, own.stop if each < dim else own.start + 1)
+            # All places of the block in the dimensions so far; of `dim` only the first, where a run
+            # begins.
             starts = [start + number * stride for start in starts for number in numbers]
         if self.part.numel():
             yield ElementRuns(starts=starts, rows=self.part.reshape(len(starts), -1))
@@ -75,10 +77,13 @@ class TensorView:
             return None
         offset, starts = tensor.storage_offset() - whole.storage_offset(), list[int]()
         for size, stride in zip(whole.shape, whole.stride(), strict=True):
+            # The offset in mixed radix: the whole tensor is contiguous, so each stride is a digit's
+            # weight.
             starts.append(offset // stride if size > 1 else 0)
             offset -= starts[-1] * stride
         dims = list[int | None]()
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            # A view's dimension is the whole's dimension with that stride, if it stays within it.
             fits = [
                 dim
                 for dim, most in enumerate(whole.shape)
@@ -107,6 +112,7 @@ class TensorView:
         """
         if isinstance(state, Cut):
             yield from self._cut_regions(piece, state, held_runs(state, rank))
+        # Ranks above 0 have zeros of a FIRST tensor, whatever is in the file.
         elif rank == 0 or state is not FIRST:
             yield self._region(piece, None, 0, 0, 0)
 
@@ -124,10 +130,13 @@ class TensorView:
     ) -> Iterator[Region]:
         dim = piece.ndim + cut.dim
         first = self.starts[dim]
+        # Entries of the cut dimension that are in the file's tensor: one, where it has no such
+        # dimension.
         stop = first + (self.shape[self.dims.index(dim)] if dim in self.dims else 1)
         for run, start in runs:
             low, high = max(run.start, first), min(run.stop, stop)
             if low < high:
+                # The overlap, counted in the file's tensor and in the piece.
                 yield self._region(piece, dim, low - first, high - low, start + low - run.start)
 
     def _region(self, piece: Tensor, dim: int | None, first: int, size: int, local: int) -> Region:
@@ -146,6 +155,7 @@ class TensorView:
                 index.append(slice(begin, begin + length))
         part = piece[tuple(index)]
         own = [each for each in self.dims if each is not None]
+        # Indexing left the whole tensor's order of dimensions; the file's may be transposed.
         part = part.permute([sorted(own).index(each) for each in own])
         at = list[slice]()
         for place, (shown, length) in enumerate(zip(self.dims, self.shape, strict=True)):
@@ -180,6 +190,7 @@ def owned_runs(cut: Cut, rank: int) -> list[tuple[CutRun, int]]:
     found = list[tuple[CutRun, int]]()
     for run, start in held_runs(cut, rank):
         begin = run.start
+        # An empty run at the end closes the last gap.
         for other in (*others, CutRun(start=run.stop, stop=run.stop)):
             if begin < min(other.start, run.stop):
                 own = CutRun(start=begin, stop=min(other.start, run.stop))
@@ -201,6 +212,7 @@ def marked_blocks(values: Tensor, marks: Tensor) -> Iterator[ElementRuns]:
         .nonzero()[:, 0]
         .tolist()
     )
+    # Differences of 0 and 1 alternate: a run begins, a run ends.
     for start, stop in zip(steps[::2], steps[1::2], strict=True):
         yield ElementRuns(starts=[start], rows=values[None, start:stop])
 

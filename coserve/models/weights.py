@@ -65,6 +65,7 @@ class WeightStorage:
         """Return whether a rank's piece of a weight depends on whole rows, of which it holds some
         columns.
         """
+        # A scale per row is taken from the largest entry of the whole row.
         is_float = not weight_class(self.weight_format).scales_rows
         sites = {**architecture.linear_sites, **architecture.expert_sites}
         return (
@@ -98,6 +99,7 @@ def find_weights(architecture: Architecture, directory: Path) -> dict[str, Tenso
         quantisation.check_layout(architecture)
     for file in weight_files(directory):
         for entry in entries_of(file):
+            # Tensors that the file format stores beside the weight, and that nothing here reads.
             if quantisation is not None and entry.name.endswith(quantisation.unused):
                 continue
             experts = whole.get(entry.name)
@@ -142,10 +144,12 @@ def _whole(
             raise WeightsError(
                 f"{name} lacks {missing[0]}, which {quantisation.words} needs to make it"
             )
+        # Read with the file of its first part. Its kind is F32, since reading gives floats.
         first = parts[quantisation.needed[0]]
         shape = quantisation.shape({part: each.shape for part, each in parts.items()})
         shape = shape or architecture.stored_shapes.get(name, ())
         plain[name] = TensorEntry(file=first.file, name=name, shape=shape, kind="F32", parts=parts)
+    # By file, so that a reader opens each file once.
     return dict(sorted(plain.items(), key=lambda item: str(item[1].file)))
 
 
@@ -235,6 +239,7 @@ def random_weights(local: LocalModel, storage: WeightStorage, *, seed: int) -> W
         elif len(shape) == 1:
             tensor.fill_(1.0)
         else:
+            # On every rank the same draw of the whole tensor, of which the rank keeps its piece.
             tensor.normal_(0.0, 0.02, generator=generator)
         weights[name] = shares.of(name, storage.made(architecture, name, tensor))
     return joined_weights(local, weights, storage)
@@ -256,6 +261,8 @@ def join_runs(weights: Weights, graphs: Mapping[Part, Graph]) -> Weights:
     for part, graph in graphs.items():
         own: dict[str, Any] = weights[part]
         for run in graph.runs:
+            # Nodes that run at once read the same rows: one product reads them once for all
+            # weights.
             if len(run) > 1:
                 biases = [node.input.get("bias") for node in run]
                 joined = join(

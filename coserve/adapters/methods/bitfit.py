@@ -90,6 +90,7 @@ class BitfitConfig(NamedConfig):
     def initial(
         self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
     ) -> Tensor:
+        # The model's own: the bypass adds new - old, which is zero at first.
         return site.bias.cpu().clone()
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -73,6 +73,7 @@ class BottleneckConfig(TargetedConfig):
             "weight": b.parameter(f"{_UP}.weight", width, size),
             "bias": b.parameter(f"{_UP}.bias", width),
         }
+        # Reads y, not x: the adapter sits on the layer's output.
         h = b.apply("linear", "down", {"x": b.rows("y", width), **down})
         y = b.apply("linear", "up", {"x": b.apply(operator, "act", {"x": h}, **attributes), **up})
         if self.scaling != 1:

@@ -104,6 +104,7 @@ class GatedDifferences(Reparametrization):
         super().apply(adapter)
 
     def compose(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        # A draw follows from its number alone, so that a job that resumes draws the same gates.
         generator = torch.Generator().manual_seed(self._seed + self._num_draws)
         found = {name: value for name, value in parameters.items() if not name.endswith(_gate(""))}
         for name in self._gated:
@@ -113,6 +114,7 @@ class GatedDifferences(Reparametrization):
                 .clamp_(_LEAST, 1 - _LEAST)
                 .logit()
             )
+            # Drawn whole on every rank, so that the number of ranks does not change the gates.
             noise = self._graphs.own(name, whole, self._shapes[name], self._group.rank).to(
                 logits.device
             )
@@ -142,6 +144,7 @@ class GatedDifferences(Reparametrization):
         group, states = self._group, self._graphs.states
         if group.size == 1:
             sizes = torch.cat([each.abs().flatten() for each in differences])
+            # `kthvalue` counts from the smallest.
             return sizes.kthvalue(sizes.numel() - k + 1).values
         parts = (
             owned(each.abs(), states.get(name, WHOLE), group.rank)
@@ -157,6 +160,8 @@ class GatedDifferences(Reparametrization):
 
     def penalty(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
         """Return the expected number of open gates, weighted (arXiv 2012.07463, equation 5)."""
+        # P(open) = sigmoid(logit - log(-low / high)), and the logarithm is 0, for the interval is
+        # symmetric.
         expected = [torch.sigmoid(parameters[_gate(name)]).sum() for name in self._gated]
         return self._config.penalty * torch.stack(expected).sum() if expected else None
 
@@ -187,6 +192,7 @@ def kth_largest(parts: Sequence[Tensor], k: int, group: RankGroup, device: torch
         group: the ranks.
         device: of the result.
     """
+    # The sign bit is 0, so the order of int32 is that of the floats.
     bits = [part.view(torch.int32) for part in parts]
     upper, k = _kth_of([each >> _HALF for each in bits], k, group, device)
     lower, _ = _kth_of(
@@ -206,7 +212,9 @@ def _kth_of(
     counts = torch.zeros(2**_HALF, dtype=torch.int64, device=device)
     for part in parts:
         counts += torch.bincount(part, minlength=2**_HALF)
+    # Entry i: how many numbers of all ranks are at least 2^16 - 1 - i.
     from_above = group.all_gather(counts, "sizes of differences").sum(0).flip(0).cumsum(0)
+    # The first entry that reaches k is the k-th largest number's.
     place = int((from_above < k).sum())
     return 2**_HALF - 1 - place, k - (int(from_above[place - 1]) if place else 0)
 

@@ -62,6 +62,7 @@ class Ia3Config(TargetedConfig):
 
     def target_bypass(self, place: Place, *, training: bool) -> Bypass:
         b = GraphBuilder()
+        # The output is scaled, y * l: a gain on y itself.
         if self._feedforward is None or not self._feedforward.chooses(place.module):
             factor = b.parameter("ia3_l", place.outputs, 1)
             return Bypass(
@@ -71,6 +72,7 @@ class Ia3Config(TargetedConfig):
             )
         factor = b.parameter("ia3_l", 1, place.inputs)
         x = b.apply("gain", "change_of_input", {"x": b.rows("x", place.inputs), "factor": factor})
+        # The input is scaled: W (x * l) - W x = W (x * (l - 1)), the site's own weight once more.
         weight = b.weight("weight", place.outputs, place.inputs)
         return Bypass(graph=b.build(b.apply("linear", "change", {"x": x, "weight": weight})))
 
@@ -82,6 +84,7 @@ class Ia3Config(TargetedConfig):
     def target_merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         factor = parameters["ia3_l"]
         found = {"weight": site.dense_weight * factor}
+        # Only a scaled output [out, 1] scales the bias; a scaled input [1, in] comes before it.
         if site.place.has_bias and factor.shape[1] == 1:
             found["bias"] = site.bias * factor[:, 0]
         return found

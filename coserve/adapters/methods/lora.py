@@ -299,6 +299,7 @@ class LoraConfig(TargetedConfig):
         b.rows("x", place.inputs)
         into = {"x": "x", "weight": b.parameter(LORA_A, rank, place.inputs)}
         is_dropping = training and self.dropout > 0
+        # By the module's last name: blocks stay alike and share programs; row ids differ by part.
         drop = {"p": self.dropout, "salt": crc32(place.module.rsplit(".", 1)[-1].encode())}
         if is_dropping:
             into["dropout_row_ids"] = b.constant("dropout_row_ids", dtype=torch.int64)
@@ -363,6 +364,7 @@ class LoraConfig(TargetedConfig):
         if is_first and initial == "gaussian":
             value.normal_(0, 1 / shape[-2], generator=generator)
         elif is_first:
+            # Kaiming with a = sqrt(5): bound sqrt(6 / ((1 + 5) * inputs)) = 1 / sqrt(inputs).
             value.uniform_(-1, 1, generator=generator).div_(sqrt(shape[-1]))
         return value
 
@@ -409,10 +411,13 @@ class LoraConfig(TargetedConfig):
 
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return DoRA's norms of the rows of W + scaling B A, computed without that sum."""
+        # With s B for B: |w + B A|^2 = |w|^2 + 2 w . (B A) + |B A|^2, for each row.
         a, b = parameters[LORA_A], parameters[LORA_B] * self.scaling(site.place.module)
+        # [out]: products with the rank first, so that B A [out, in] never exists.
         mixed = ((site.dense_weight @ a.T) * b).sum(1)
         own = ((b @ (a @ a.T)) * b).sum(1)
         mixed, own = site.sum_over_inputs(torch.stack((2 * mixed, own)))  # one collective for both
+        # Rounding may leave a norm of zero slightly below it.
         return {"weight_norm": (site.row_norms_squared + mixed + own).clamp_(min=0).sqrt()}
 
     def merged(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -421,6 +426,7 @@ class LoraConfig(TargetedConfig):
         tokens = self.tokens(site.place.architecture)[site.place.module]
         weight = with_tokens(site.dense_weight, tokens, parameters[TOKENS])
         if LORA_A in parameters:
+            # The LoRA's change alone: the tokens' rows are in `weight` already.
             weight = weight + self.target_merged(site, parameters)["weight"] - site.dense_weight
         return {"weight": weight}
 
@@ -454,8 +460,10 @@ class LoraConfig(TargetedConfig):
         for name, module in adapter.layout.modules.items():
             local = adapter.layout.local_names[name]
             if is_fresh:
+                # Nothing was trained yet: the factors are the initial ones.
                 first[name] = masters[name]
             elif local in (LORA_A, LORA_B):
+                # Computed from the weight again rather than kept in every version.
                 factors = principal_factors(
                     at[module], initial, self.rank(module), self.scaling(module)
                 )

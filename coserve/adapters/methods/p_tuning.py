@@ -80,6 +80,7 @@ class PTuningConfig(VirtualTokensConfig):
     def initial(
         self, parameter: str, shape: tuple[int, ...], site: Site, generator: torch.Generator
     ) -> Tensor:
+        # Overwritten by the network's output before anything reads it.
         return torch.zeros(shape)
 
     def reparametrization(

@@ -71,6 +71,8 @@ class PrefixTuningConfig(VirtualTokensConfig):
     def bypass(self, place: Place, *, training: bool) -> Bypass:
         b = GraphBuilder()
         table = looked_up(b, "prefix", self.num_virtual_tokens, place.outputs)
+        # Keys and values of virtual tokens are replaced where they are made, so they are cached as
+        # usual.
         read = {"x": b.rows("y", place.outputs), "other": table, "tokens": "tokens"}
         return Bypass(graph=b.build(b.apply("on_virtual_rows", "change", read)))
 
@@ -85,6 +87,7 @@ class PrefixTuningConfig(VirtualTokensConfig):
         if not self.prefix_projection or adapter.backbone.device.type == "meta":
             return None
         widths = [shape[1] for shape in adapter.layout.shapes.values()]
+        # One network gives the keys and values of all blocks at once.
         encoder: PromptEncoder = seeded(generator, lambda: self._encoder(widths[0], sum(widths)))
         return EncodedTable(encoder, adapter)
 
@@ -102,6 +105,7 @@ def _maker(graph: Graph, slot: str) -> str:
             "prefix tuning needs keys and values in every block, and this model has blocks without"
         )
     maker = graph.producer[attention.input[slot]]
+    # A bypass is added to its node's first output.
     if maker.outputs[0][1] != attention.input[slot]:
         raise AdapterError(
             f"prefix tuning is not supported on a model whose {maker.name} gives several tensors"

@@ -74,6 +74,7 @@ class PromptTuningConfig(VirtualTokensConfig):
         embedding = embedding_site(site.backbone)
         num_entries = embedding.place.weights["weight"][0]
         entries = torch.randint(0, num_entries, shape[:1], generator=generator)
+        # Some models scale embeddings in a node of its own: virtual tokens are added after it.
         rows = embedding.weight_rows(entries).cpu()
         return (
             rows

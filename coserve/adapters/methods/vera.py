@@ -76,6 +76,7 @@ class VeraConfig(TargetedConfig):
         into = {"x": b.rows("x", place.inputs), "weight": b.derived("vera_A", self.r, place.inputs)}
         if training and self.dropout:
             into["dropout_row_ids"] = b.constant("dropout_row_ids", dtype=torch.int64)
+            # By the module's last name, so that blocks stay alike (see LoRA).
             salt = crc32(place.module.rsplit(".", 1)[-1].encode())
             x = b.apply("dropout_low_rank", "projected", into, p=self.dropout, salt=salt)
         else:
@@ -98,6 +99,7 @@ class VeraConfig(TargetedConfig):
     def derived(self, site: Site, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         backbone, place = site.backbone, site.place
         widest = _widest(self, backbone.architecture)
+        # The first inputs, or outputs, of the widest target's projections, as in PEFT.
         a, b = (
             _part(
                 self.projection_prng_key,
@@ -141,6 +143,7 @@ class VeraConfig(TargetedConfig):
         self, tensors: Mapping[str, Tensor], layout: AdapterLayout
     ) -> dict[str, Tensor]:
         for name, own in self._projections(layout).items() if self.save_projection else ():
+            # A file may hold them in bfloat16, whose numbers have 8 significant bits.
             if not torch.allclose(tensors[name].float(), own, rtol=2**-7, atol=1e-6):
                 raise AdapterError(
                     f"{name} is not what projection_prng_key={self.projection_prng_key} gives; "
@@ -155,6 +158,7 @@ class VeraConfig(TargetedConfig):
 
     def _sizes(self, layout: AdapterLayout) -> tuple[int, int]:
         """Return the maximum number of inputs, and of outputs, of the targets."""
+        # Modules with projections; whole modules beside them have none.
         targets = [layout.places[module] for module in layout.derived]
         return max(place.inputs for place in targets), max(place.outputs for place in targets)
 
@@ -165,6 +169,7 @@ def projections(key: int, rank: int, widest: tuple[int, int]) -> tuple[Tensor, T
     uniform numbers, as PEFT draws them.
     """
     generator, (inputs, outputs) = torch.Generator().manual_seed(key), widest
+    # A before B, from one generator: the order decides the numbers.
     a = torch.empty(rank, inputs).uniform_(-sqrt(6 / inputs), sqrt(6 / inputs), generator=generator)
     b = torch.empty(outputs, rank).uniform_(-sqrt(6 / rank), sqrt(6 / rank), generator=generator)
     return a, b
