@@ -80,7 +80,7 @@ class AdapterLayout:
             module: Place.of(architecture, module, part, node)
             for module, (part, node) in sites.items()
         }
-        # Filled in below: `bypass` needs the layout's places and frozen weights to tell the shapes.
+        # Filled in below: shapes come from `bypass`, which needs the layout's places and weights.
         layout = cls(
             architecture=architecture,
             places=places,

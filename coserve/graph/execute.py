@@ -36,7 +36,7 @@ def run_nodes(
         return SIBLING_FUSIONS[first.op].run(inputs, context)
 
     inputs = [_inputs(node, values, weights) for node in nodes]
-    # Attention takes all rows at once: the context, not the operator, says which rows are whose.
+    # Attention takes all rows at once: which rows are whose is in the context, for the batch.
     if context.block_rows is None or first.operator.whole:
         results_of_nodes = run(inputs)
     else:

@@ -232,7 +232,7 @@ class _Scheduler:
             # Depth first: the steps that make a node's inputs come before the node's own.
             for name in node.input.values():
                 self._provide(name)
-        # One run gives all of the node's outputs, those that were not asked for as well.
+        # One run gives all outputs of the node, whichever of them is needed.
         self._available.update(node.output.values())
         self._steps.append(Instruction(kind="recompute", node=node, reads=node.inputs))
 

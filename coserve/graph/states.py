@@ -55,6 +55,7 @@ class StateRun:
     def state(self, store: StateStore) -> Tensor:
         """Return the states before the rows, [pieces, state size]."""
         found = store.read(self.before)
+        # In place: `read` has returned a copy.
         return found if self.fresh is None else found.masked_fill_(self.fresh[:, None], 0.0)
 
     def pieces(self, x: Tensor) -> Tensor:

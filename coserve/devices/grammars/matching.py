@@ -361,6 +361,5 @@ def _some_token(mask: bytes, turn: int, num_tokens: int, ends: Sequence[int]) ->
     from_start = bits >> start << start
     # Wraps around to the first tokens.
     bits = from_start or bits
-    # The lowest bit that is set.
     lowest = bits & -bits
     return lowest.bit_length() - 1 if bits else None

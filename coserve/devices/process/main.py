@@ -123,7 +123,7 @@ def _start(
         connection.send(LoadingProgress(stage, done, total))
 
     try:
-        # Settings of the allocator and of the compiler, before either is used.
+        # Settings of the allocator and of oneDNN, before either is used.
         keep_freed_memory()
         bound_compiled_products()
         threads = settings.threads or worthwhile_threads(settings.model, settings.num_ranks)

@@ -13,7 +13,7 @@ from typing import Protocol
 from coserve.scheduling.plan import Partition
 from coserve.scheduling.sharing import Side
 
-# Is given a question that it can ask at any time: whether the forward pass has ended.
+# Work beside a forward pass. Its argument returns, at any time, whether that pass has ended.
 Work = Callable[[Callable[[], bool]], None]
 
 

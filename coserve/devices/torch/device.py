@@ -404,8 +404,7 @@ class TorchDevice:
             command, backbone, self._versions, self._adapter_memory, window, restores=resumes
         )
         opened = trainer.opened()
-        # Checked after opening, since only the trainer tells whether it trains the model's own
-        # weights.
+        # Only an open trainer has the answer whether the model's own weights are trained.
         if opened.changes_model:
             others = [*self._versions, *(job for job in self._trainers if job != command.job)]
             if others and not resumes:

@@ -47,6 +47,7 @@ def available_bytes(device: torch.device) -> int:
     them.
     """
     if device.type == "cuda":
+        # What PyTorch holds and does not use: new tensors come from there first.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     available = _free_memory_bytes()
@@ -58,7 +59,9 @@ def available_bytes(device: torch.device) -> int:
         counts = dict(
             line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines()
         )
+        # Pages of files that are not in use are counted, but freed as soon as memory is needed.
         used = int((group / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
+        # Without a limit the file says "max": a ValueError, and what is available stands.
         available = min(available, int((group / "memory.max").read_text()) - used)
     return max(available, _MIN_BYTES)
 

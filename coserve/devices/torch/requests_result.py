@@ -70,6 +70,7 @@ def score_rows(
     own = logprobs.gather(1, tokens[:, None])
     values, places = logprobs.topk(k)
     read = TokenReadout(readout, tokens, own[:, 0], places, values)
+    # 1 for the likeliest; tokens that are equally likely count, too.
     ranks = readout.add((logprobs >= own).sum(-1))
     return lambda: [
         structs.replace(line, rank=rank)
@@ -100,6 +101,7 @@ class TokenReadout:
             numbers: How many of the likeliest tokens each row asks for.
         """
         tokens = self._tokens.ints()
+        # Empty where no row reports any (`Sampled.logprobs`).
         logprobs = self._logprobs.floats() or [nan] * len(tokens)
         if not any(numbers):
             return [

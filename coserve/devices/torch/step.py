@@ -263,8 +263,8 @@ class TorchStep:
         tasklet runs in any case.
         """
         assert self._sides is not None, "it cannot be divided"
-        # Both sides have ended when this context ends; only a turn that was stopped may be left
-        # over.
+        # When this context ends, both sides are done (on a GPU: launched), but for a turn that was
+        # stopped in the middle.
         with self._sides.running(self._work_beside, partition):
             self._host.wait()
             self._waited_s = self._timer.lap()

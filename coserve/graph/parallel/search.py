@@ -110,7 +110,7 @@ class Search:
         self._last = {
             name: index for index, node in enumerate(graph.nodes) for name in node.input.values()
         }
-        # Outputs are read after all nodes, so their states tell ways apart to the end.
+        # Outputs are read after all nodes, so their states distinguish ways to the end.
         self._last |= dict.fromkeys(graph.outputs, len(graph.nodes))
         self._cuts = _demanded(graph, size, wanted or {})
         self._options: dict[tuple[str, tuple[tuple[str, Forms], ...]], list[Layout]] = {}

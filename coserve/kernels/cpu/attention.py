@@ -301,6 +301,7 @@ def run_backward(
     """
     (n, num_heads, width), scale, window = q.shape, spec.scale, spec.sliding_window
     groups = num_heads // k.shape[1]
+    # [n, heads]: sum(dy * y) over the width of a head.
     delta = torch.matmul(grad.float()[:, :, None], out.float()[..., None])[..., 0]
     # Queries lie by key head, with the query heads of a row side by side, so that a tile reads one
     # run of each.
@@ -316,6 +317,7 @@ def run_backward(
         ):
             own = slice(groups * rows.start, groups * rows.stop)
             num_rows, num_keys = rows.stop - rows.start, seen.stop - seen.start
+            # scale * q k^T - lse in one call; its exponential is the probability.
             probabilities = torch.baddbmm(
                 less_lse[:, own], queries[:, own], keys[:, seen].mT, alpha=scale
             )
@@ -327,6 +329,7 @@ def run_backward(
             by_row = probabilities.view(k.shape[1], num_rows, groups, num_keys)
             by_row[..., num_keys - masked :].masked_fill_(hidden, float("-inf"))
             probabilities.exp_()
+            # (dy v^T - delta) * p, [key heads, rows * groups, keys].
             score_grad = torch.baddbmm(
                 less_delta[:, own], out_grad[:, own], values[:, seen].mT
             ).mul_(probabilities)
@@ -359,6 +362,8 @@ def _tile_forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         0.0,
+        # PyTorch's causal mask begins with the first key, which is right only for as many keys as
+        # rows; otherwise the mask above hides keys.
         mask is None and n == m,
         attn_mask=mask,
         scale=scale,
@@ -374,6 +379,7 @@ def _tiles(n: int, m: int, window: int | None, size: int) -> Iterator[tuple[slic
         size = min(size, max(window, _MIN_TILE_ROWS))
     for start in range(0, n, size):
         end = min(start + size, n)
+        # The first key that the tile's first row sees; the last is the tile's last row's own.
         first_key = 0 if window is None else max(0, m - n + start - window + 1)
         yield slice(start, end), slice(first_key, m - n + end)
 

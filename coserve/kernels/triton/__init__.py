@@ -102,6 +102,7 @@ class TritonBackend(PlainBackend):
         self, q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         fits = self._attention.fit(q, keys, values)
+        # Stand-ins for the segments of any step have no form for the plain backend.
         if not isinstance(batch, self._tables.TritonAttentionBatch) and not fits:
             raise UntraceableError
         if isinstance(batch, self._tables.StaticSingleRows):
@@ -109,6 +110,7 @@ class TritonBackend(PlainBackend):
         if isinstance(batch, self._tables.TritonAttentionRoom | self._tables.StaticSegments):
             return self._attention.forward(q, keys, values, batch, spec)
         assert isinstance(batch, self._tables.TritonAttentionBatch)
+        # PyTorch's own is the faster one for what it is for.
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.forward(q, keys, values, segments, spec)
         if not fits:
@@ -129,6 +131,7 @@ class TritonBackend(PlainBackend):
         key_grads: Tensor,
         value_grads: Tensor,
     ) -> Tensor:
+        # Only jobs run backward, and the keys of a pack are a store of one page.
         assert keys.shape[0] == 1
         sums = {"key_grads": key_grads, "value_grads": value_grads}
         fits = all(self._attention.fit(rows, keys, values) for rows in (q, grad, out))
@@ -140,6 +143,8 @@ class TritonBackend(PlainBackend):
         assert isinstance(batch, self._tables.TritonAttentionBatch)
         if (segments := self._flash.segments_for(q, keys, batch, spec)) is not None:
             return self._flash.backward(grad, q, keys, values, out, lse, segments, spec, **sums)
+        # The kernels add a key's gradients without atomics, so no two segments may have the same
+        # key.
         if not fits or not batch.keys_are_apart:
             return super().attention_gradient(
                 grad, q, keys, values, out, lse, batch.plain, spec, **sums

@@ -163,7 +163,7 @@ def attend(
         )
         tl.store(lse + place, largest + tl.log(norm), mask=is_row)
     else:
-        # Not normalised yet: a split knows only its own keys.
+        # Not normalised yet: a split has seen only its own keys.
         at_sum = sums + ((segment * NUM_HEADS + head) * SPLITS + split) * (2 + WIDTH)
         tl.store(at_sum, largest, mask=is_row)
         tl.store(at_sum + 1, total, mask=is_row)
