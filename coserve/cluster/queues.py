@@ -51,6 +51,7 @@ class ArrivalQueue:
         self._num_apart -= _is_apart(task)
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
+        # A merge reorders neither input, so that requests keep the order of their priorities.
         return merge(self.requests(view), view.training, key=lambda task: task.arrival_s)
 
     def requests(self, view: ClusterView) -> Sequence[ClusterTask]:
@@ -212,6 +213,7 @@ class DeadlineQueue:
             self._take_out(waiting)
         elif (number := self._numbers_of_batch.pop(task.id, None)) is not None:
             assert task.batch_due_s is not None
+            # The shorter tuple sorts directly before its entry.
             del self._batch[bisect_left(self._batch, (task.batch_due_s, number))]
 
     def order(self, view: ClusterView, stopped: Collection[TaskKind] = ()) -> Iterable[ClusterTask]:
@@ -222,6 +224,7 @@ class DeadlineQueue:
             self._kinds = kinds
             self._begin_again()
         for waiting in self._new:
+            # It may have been removed since it was added.
             if self._requests.get(waiting.task.id) is waiting:
                 self._put_in(waiting)
         self._new.clear()
@@ -237,6 +240,7 @@ class DeadlineQueue:
             len(self._entries) - self._num_late
         )  # of those that come, the ones that go before training
         is_aged_due, is_training_due = bool(aged), True
+        # A copy, since tasks are removed during the iteration.
         requests = ((part, task) for _, part, _, _, task in tuple(self._entries))
         for part, task in requests if len(view.tenants) < 2 else self._shared_out(view):
             if "request" in stopped:
@@ -244,6 +248,7 @@ class DeadlineQueue:
             if is_aged_due and part != _AGED:
                 is_aged_due = False
                 yield from _until(stopped, aged)
+            # All that can be in time has been yielded, and late requests follow.
             if is_training_due and not num_before:
                 is_training_due = False
                 yield from _until(stopped, self._training_beside(aged))
@@ -283,6 +288,7 @@ class DeadlineQueue:
         heappush(self._ageing, (task.arrival_s + self._max_defer_s, waiting.number, task.id))
 
     def _pass_time(self, now_s: float) -> None:
+        # Late ones first: a request that is late and aged counts as aged.
         while self._latest and self._latest[0][0] < now_s:
             self._move(heappop(self._latest), _LATE)
         while self._ageing and self._ageing[0][0] <= now_s:
@@ -291,6 +297,7 @@ class DeadlineQueue:
     def _move(self, due: tuple[float, int, str], part: int) -> None:
         _, number, id = due
         waiting = self._requests.get(id)
+        # Heaps keep entries of requests that have left, or that came again under the same id.
         if waiting is None or waiting.number != number or waiting.part == _AGED:
             return
         self._take_out(waiting)

@@ -61,6 +61,7 @@ class _Node:
     def use(self, report: NodeView) -> None:
         self.report = report
         self._view = None
+        # A new report counts every task that has arrived there.
         self._unknown.clear()
 
     def place(self, task: ClusterTask, path: PlannedTask | None) -> None:
@@ -104,6 +105,7 @@ class _Node:
     def finish(self, task: str) -> None:
         self._view = None
         self.tasks.pop(task, None)
+        # No report has counted the task: take back what `place` has counted.
         if task in self._unknown:
             self._unknown.remove(task)
             self._wait_no_more(task, running=0)
@@ -206,6 +208,7 @@ class ClusterScheduler:
         self._num_changes += 1
         if (known := self._nodes.get(node.id)) is None:
             self._ranks.setdefault(node.id, len(self._ranks))
+            # In a fixed order, since placements that take turns count along it.
             nodes = self._nodes | {node.id: _Node(node)}
             self._nodes = {id: nodes[id] for id in sorted(nodes, key=self._ranks.__getitem__)}
         else:
@@ -225,11 +228,13 @@ class ClusterScheduler:
     def submit(self, task: ClusterTask) -> None:
         """Queue a task for `place`."""
         assert task.id not in self._waiting[task.kind], f"{task.id} waits already"
+        # The arrival before this one, which is a₋₁ in LeMix's idleness profit.
         self._came_after_s[task.id], self._last_arrival_s = self._last_arrival_s, task.arrival_s
         self._waiting[task.kind][task.id], self._queues[task.kind] = task, None
         self._order.add(task)
         if self._counters is not None and not task.trains:
             self._counters.arrive(task.tenant, task.id)
+        # Batch work has no SLO to miss, so it is not part of the request rate.
         if not task.trains and not task.is_batch:
             self._arrivals_s.append(task.arrival_s)
 
@@ -250,6 +255,7 @@ class ClusterScheduler:
         up none.
         """
         stopped = set[TaskKind]()
+        # The order is computed once; `_decide` sees the cluster as it is after each placement.
         for task in self._order.order(self.view(now_s), stopped):
             if len(stopped) == _NUM_KINDS:
                 return

@@ -139,6 +139,7 @@ class Front:
         clock = asyncio.get_running_loop().time
         self._finish_s = clock() + wait_s
         if self._context is not None:
+            # Batches would otherwise send new requests for as long as this waits.
             await stop_batches(self._context)
         self.link.close_to_requests()
         while self.link.num_open and not self.link.is_silent and clock() < self._finish_s:
@@ -150,9 +151,11 @@ class Front:
         """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
+        # A caller that is cancelled does not interrupt the shutdown.
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        # Jobs write their checkpoints while the store still records reports.
         await self.link.stop()
         if self._running is not None:
             await asyncio.gather(self._running, return_exceptions=True)

@@ -189,6 +189,7 @@ class ClusterLink:
     async def stop(self) -> None:
         self.close_to_requests()
         with suppress(TimeoutError):
+            # Before the nodes are left, which write the checkpoints.
             await asyncio.wait_for(self._sharded.checkpoint_all(), _SHUTDOWN_S)
         self.fail_open_requests("the server is shutting down")
         if self._retry is not None:
@@ -243,6 +244,7 @@ class ClusterLink:
         lost, node.lost = node.lost, []
         self._node_joins.gone(node)
         self._unlike.pop(node, None)
+        # The engine was not in use, so that nobody depends on it.
         if node.tracker is None:
             return
         node.tracker = None
@@ -252,11 +254,14 @@ class ClusterLink:
             at_death = tuple({self._sharded.job_of(id) for id in at_death})
         jobs = self._sharded.lose(node)
         self._join()
+        # After `_join`: listeners get the counts of the engines that are left.
         self._totals.restart(self._stats())
         self._lose_jobs(jobs, at_death)
+        # After the node was removed, so that they are placed on others.
         for id in lost:
             self._requests.lost(id, node, self._ready, is_closing=self._closing)
         self._place()
+        # Engines that differed only from those that are gone can be used now.
         for other, ready in list(self._unlike.items()):
             if other in self._nodes.all() and not self._closing:
                 self.node_ready(other, ready)
@@ -268,6 +273,7 @@ class ClusterLink:
         self.jobs_lost = jobs
         self.jobs_at_death = at_death
         for listener in self._listeners:
+            # As if the only engine had died: where nodes are left, it is ready again at once.
             listener.engine_gone()
         if self._ready is not None:
             for listener in self._listeners:
@@ -312,6 +318,7 @@ class ClusterLink:
         for contributed in report.contributions:
             if self._jobs.is_on(contributed.job, node):
                 self._sharded.contributed(contributed)
+        # By the ids that nodes know: `_of_jobs` replaces shards by whole jobs.
         ended = [
             each
             for each in report.job_events

@@ -88,6 +88,7 @@ class ClusterRequests:
         if entry is None:
             return
         self._following.pop(id, None)
+        # False: the request has been placed.
         if not self._scheduler.withdraw(id):
             self._scheduler.finish(id)
         if entry.node is not None and entry.num_open:
@@ -124,6 +125,7 @@ class ClusterRequests:
             entry = self._requests[id]
             assert entry.request.adapter is not None
             trainers = self._jobs.nodes_training(entry.request.adapter.name)
+            # The job has ended or moved: queue the request again for where it can go now.
             if trainers is None or self._others(trainers) != excluded:
                 self._scheduler.withdraw(id)
                 del self._following[id]
@@ -154,6 +156,7 @@ class ClusterRequests:
         if entry is None:
             return
         entry.num_tries += 1
+        # Its client may have got them, and another node could answer differently.
         if entry.num_tokens:
             reason = (
                 f"the node {node.name} was lost after {entry.num_tokens} tokens of this answer; "
@@ -184,6 +187,7 @@ class ClusterRequests:
     def _submit(self, entry: _Request, ready: Ready | None) -> None:
         """Queue a request for a node."""
         excluded, adapter = frozenset[str](), entry.request.adapter
+        # An adapter without a directory exists only on the nodes of the job that trains it.
         if adapter is not None and adapter.directory is None:
             if (trainers := self._jobs.nodes_training(adapter.name)) is not None:
                 excluded = self._following[entry.request.id] = self._others(trainers)

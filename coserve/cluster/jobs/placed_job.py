@@ -114,6 +114,7 @@ def apply(state: PlacedJob, event: Event) -> PlacedJob:
             return replace(state, requested=None)
         case NodeAssigned(node=node):
             return replace(state, node=node, is_waiting=False)
+        # The job leaves all the same; `can_move` stays False, so that `_left` marks it as lost.
         case CheckpointFailed():
             return replace(state, is_parked=True)
         case JobEvent(step=step):
@@ -130,12 +131,14 @@ def _done(state: PlacedJob, action: Action) -> PlacedJob:
         case "submit":
             return replace(state, is_waiting=True)
         case "withdraw":
+            # A job that is to rest leaves the queue; one that is to move is queued again.
             rests = _wants(state, "rest")
             state = _paused(state, rests=rests or state.rests)
             return replace(state, node=None, is_waiting=False, needs_node=not rests, requested=None)
         case "start":
             return replace(state, is_sent=True)
         case "cancel":
+            # Without a node that has it, the plan forgets the job.
             return replace(state, is_sent=False)
         case "pause" | "resume":
             return _paused(replace(state, requested=None), rests=action == "pause")
@@ -157,6 +160,7 @@ def _requested(state: PlacedJob, request: ChangeRequested) -> PlacedJob:
 
 
 def _paused(state: PlacedJob, *, rests: bool) -> PlacedJob:
+    # A node that starts the job later starts it in the same state.
     return replace(state, rests=rests, start=replace(state.start, paused=rests))
 
 

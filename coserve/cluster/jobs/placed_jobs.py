@@ -178,6 +178,7 @@ class PlacedJobs:
         if (job := self._jobs.get(id)) is None:
             raise over
         async with job.turn:
+            # Meanwhile the job may have ended and been started anew under the same id.
             if self._jobs.get(id) is not job:
                 raise over
             yield job
@@ -268,6 +269,7 @@ class PlacedJobs:
                 self.forget(job.id)
 
     async def _start(self, job: _Job, *, raises: bool) -> None:
+        # Before the answer, since reports of the job may overtake it.
         job.apply("start")
         try:
             await job.node.link.start_job(job.state.start)
@@ -314,6 +316,7 @@ class PlacedJobs:
 
     def _withdraw(self, job: _Job) -> None:
         """Have the scheduler drop a job, whether it waits or has a node."""
+        # False: it does not wait any more, so its place on the node is given back.
         if not self._scheduler.withdraw(job.id):
             self._scheduler.finish(job.id)
 

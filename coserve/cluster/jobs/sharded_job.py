@@ -331,6 +331,7 @@ def _stepped(state: ShardedJob, report: JobEvent) -> tuple[ShardedJob, Sequence[
 
 def _released(state: ShardedJob) -> tuple[ShardedJob, Sequence[JobReport]]:
     """Release the held reports of steps that all nodes have made."""
+    # The oldest step that some node has still to make.
     first = min(state.steps, default=inf)
     ready = [report for report in state.held if report.step < first]
     held = tuple(report for report in state.held if report.step >= first)
@@ -341,6 +342,7 @@ def _published(
     state: ShardedJob, shard: int, report: JobEvent
 ) -> tuple[ShardedJob, Sequence[JobReport]]:
     """Report the newest version that all nodes have, or have had."""
+    # Versions are named "adapter@step".
     name, _, step = (report.version or "").rpartition("@")
     state = replace(state, versions={**state.versions, shard: int(step)})
     newest = min(state.versions.values())
@@ -375,6 +377,7 @@ def joint_step(events: Sequence[JobEvent]) -> JobEvent:
         metrics={name: mean([event.metrics[name] for event in trained]) or 0.0 for name in names},
         num_trained=num_trained,
         num_tokens=sum(event.num_tokens for event in events),
+        # A node without a norm had a gradient that is not finite.
         norm=sum(norms) / len(norms) if len(norms) == len(events) else None,
         seconds=slowest.seconds,
     )
@@ -389,6 +392,7 @@ def _contributed(state: ShardedJob, shard: int, contributed: Contributed) -> Sha
     steps = state.contribution_steps
     state = replace(
         state,
+        # A node contributes only after it has taken in what it was told to.
         num_taken=_with(state.num_taken, shard, state.num_told[shard]),
         num_made=made,
         contribution_steps=(*steps, contributed.step) if made[shard] > len(steps) else steps,
@@ -414,6 +418,7 @@ def _combined(state: ShardedJob, shards: range) -> ShardedJob:
     num_versions, rest = divmod(now, state.num_shards)
     for shard in shards:
         before = state.num_told[shard]
+        # Those before number now - rest complete a version; the last `rest` begin another one.
         news = state.contributions[before - state.num_spent :]
         num_in_version = now - rest - before
         combination = Combination(

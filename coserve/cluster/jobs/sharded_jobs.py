@@ -129,6 +129,7 @@ class ShardedJobs:
             await self._jobs.start(job)
             return
         if (leaving := self._leaving.get(job.id)) is not None:
+            # Nodes must have dropped the shards of the last attempt before they get others.
             await asyncio.wait([leaving])
         sharded = self._divide(job, asked)
         try:
@@ -194,6 +195,7 @@ class ShardedJobs:
         """Drop the jobs of a node whose engine has died, and return their ids."""
         lost = {self.job_of(id) for id in self._jobs.lose(node)}
         for job in list(self._sharded.values()):
+            # A shard that waits for a node can wait for ever if there are fewer nodes than shards.
             waits = None in self._nodes_of(job)
             if job.id in lost or (waits and len(job.shards) > len(self._nodes())):
                 lost.add(job.id)
@@ -287,6 +289,7 @@ class ShardedJobs:
                 self._lost(frozenset({job.id}))
 
     def _do_at_once(self, action: Action, job: _Job) -> None:
+        # Read before the action is applied, which counts the shard as started.
         number = job.state.num_started
         job.apply(action)
         match action:
@@ -320,17 +323,20 @@ class ShardedJobs:
             count=state.num_shards,
             synchronization=state.asked.synchronization,
             every_steps=state.asked.every_steps,
+            # Shards meet where the whole job writes checkpoints.
             meet_every_steps=whole.checkpoint_every_steps,
             directory=str(contributions_beside(Path(whole.checkpoints)) / state.attempt),
         )
         start = replace(
             whole,
             id=job.shards[number],
+            # The first shard alone evaluates the job.
             validation=whole.validation if number == 0 else None,
             shard=shard,
             paused=state.rests,
             checkpoint=state.checkpoint,
         )
+        # No two shards may share a node.
         siblings = self._nodes_of(job)[:number]
         excluded = frozenset(node.name for node in siblings if node is not None)
         await self._jobs.start(start, excluded=excluded)
@@ -349,6 +355,7 @@ class ShardedJobs:
     async def _combine(self, job: _Job, number: int, combination: Combination) -> None:
         shard = job.shards[number]
         node = self._jobs.node_of(shard)
+        # The job has left its nodes since the contribution arrived.
         if node is None or shard not in self._of:
             return
         try:
@@ -359,6 +366,7 @@ class ShardedJobs:
             self._fail(job, number, error)
 
     def _fail(self, job: _Job, number: int, error: CoserveError) -> None:
+        # A later attempt of the same job has other shards.
         if self._sharded.get(job.id) is job:
             self._report(failure_of(job.shards[number], error))
 
@@ -374,6 +382,7 @@ class ShardedJobs:
         await self._all(job.shards, self._jobs.cancel)
         self._forget(job)
         await self._undo(job, nodes)
+        # Reported last, when every shard has ended and the engines are fresh again.
         if job.state.end is not None:
             self._report(job.state.end)
 
@@ -382,6 +391,7 @@ class ShardedJobs:
         self._forget(job)
         ending = self._leaving[job.id] = self._soon(self._end_shards(job, self._nodes_of(job)))
         ending.add_done_callback(
+            # A later attempt may have replaced the entry.
             lambda _: self._leaving.get(job.id) is ending and self._leaving.pop(job.id)
         )
         return ending

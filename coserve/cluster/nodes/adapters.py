@@ -65,6 +65,7 @@ class ClusterAdapters:
                     f"{error} (on the node {node.name}: every node must be able to read it)"
                 ) from error
             raise error
+        # Every engine has died, so no node has the adapter.
         if len(failed) == len(nodes):
             raise failed[0][1]
 
@@ -148,5 +149,6 @@ class ClusterAdapters:
 
     def _forget(self, name: str) -> None:
         if self._refs.pop(name, None) is not None:
+            # Wakes those who wait now; later waiters get an event that is not set.
             news, self._news = self._news, asyncio.Event()
             news.set()

@@ -53,6 +53,7 @@ class NodeConnection:
     @property
     def silent_s(self) -> float:
         """Seconds since the node's engine was heard of."""
+        # A node answers within _POLL_S even without reports, so that less is no silence.
         unheard_s = time.monotonic() - self._heard_s
         return self._silent_s + (unheard_s if unheard_s > _POLL_S else 0.0)
 
@@ -137,6 +138,7 @@ class NodeConnection:
                 self._calls.reports(session, self._seen, _POLL_S), _LIMIT_S
             )
             self._heard_s, self._silent_s = time.monotonic(), answer.silent_s
+            # The fastest answer is nearest to the true offset of the clocks.
             self._offset_s = min(self._offset_s, self._heard_s - answer.now_s)
             for each in answer.reports:
                 self._take(decode_node_report(each))
@@ -147,6 +149,7 @@ class NodeConnection:
     def _take(self, report: Any) -> None:
         if isinstance(report, NodeEngineLost):
             self._commands.clear()
+            # Valid during the callback alone.
             self.jobs_at_death = report.jobs_at_death
             self._owner.engine_lost(f"{report.reason} on the node {self._name}")
             self.jobs_at_death = ()

@@ -70,6 +70,7 @@ class NodeJoins:
             _log.exception("the node %s cannot be used; its engine restarts", node.name)
             await asyncio.sleep(_RETRY_S)
         del self._taking[node.name]
+        # The next session begins with a fresh engine, which has the model's own weights.
         await node.connection.end(0.0)
 
     async def _prepare(self, node: ClusterNode) -> bool:
@@ -93,6 +94,7 @@ class NodeJoins:
                 self._refuse(node, error)
                 await self._adapters.wait(_RETRY_S)
                 continue
+            # A job may have succeeded while adapters were being loaded.
             if weights == _id(self._changed_by()):
                 return True
 

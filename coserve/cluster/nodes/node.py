@@ -185,6 +185,7 @@ class NodeServer:
 
     async def send(self, session: str, batch: CommandBatch) -> None:
         self._check(session)
+        # The batch has been delivered before.
         if batch.number <= self._num_sent:
             return
         if batch.number != self._num_sent + 1:
@@ -192,18 +193,22 @@ class NodeServer:
                 f"commands {self._num_sent + 1} to {batch.number - 1} have not come: attach again"
             )
         self._num_sent = batch.number
+        # The front sent it to an engine whose death it had not seen yet.
         if batch.seen < self._lost:
             return
+        # The offset between the two machines' clocks, and the time under way.
         delay_s = time.monotonic() - batch.now_s
         for each in batch.commands:
             command = decode_command(each)
             if isinstance(command, AddRequest):
                 command = command.by_clock(delay_s)
+            # A ping leaves nothing behind: the next front can have this engine as it is.
             self._is_fresh &= isinstance(command, Ping)
             self._supervisor.send(command if self._paths is None else self._paths.here(command))
 
     async def reports(self, session: str, after: int, wait_s: float) -> NodeReports:
         self._check(session)
+        # `after` acknowledges what the front has taken in.
         for number in [number for number in self._outbox if number <= after]:
             del self._outbox[number]
         if not self._outbox:
@@ -243,6 +248,7 @@ class NodeServer:
             self._ready = report
             self._is_fresh = True
             self._failure = None
+        # A front learns from `silent_s` that the engine lives.
         if not isinstance(report, Pong):
             self._put(report if self._paths is None else self._paths.there(report))
 

@@ -65,10 +65,12 @@ def node_profile(
     latency = LatencyModel(profile)
 
     def backward_s(length: int) -> float:
+        # The seconds of a pack include its forward pass, which LeMix plans separately.
         pack = whole_pack(profile.job, length, length / 2)
         return latency.pack_s(pack) - latency.prompt_s(length)
 
     few, many = _DECODES
+    # The slope between two batch sizes is what one more request adds to a decode step.
     decode_s = latency.decode_s(num_requests=few, context=_CONTEXT)
     more_s = (latency.decode_s(num_requests=many, context=_CONTEXT) - decode_s) / (many - few)
     unlimited = NodeProfile(
@@ -90,10 +92,12 @@ def node_profile(
 
 def with_limits(profile: NodeProfile, num_pages: int) -> NodeProfile:
     """Return a profile with κ and T_max of a pool of this size, as the module says."""
+    # κ leaves one pack's pages free of requests.
     share = _within(_SHARES, 1 - _PACK_ROWS * profile.pages_per_trained_token / num_pages)
     num_requests = max(1, int(share * num_pages / profile.num_pages(_PROMPT + _ANSWER)))
     answer_s = _ANSWER * (profile.decode_s + (num_requests - 1) * profile.decode_request_s)
     # Ends of requests come at random: the gap that 19 of 20 do not exceed.
+    # An exponential gap of mean answer_s / num_requests exceeds log(20) means once in twenty.
     wait_s = log(20) * answer_s / num_requests
     return replace(profile, memory_share=share, longest_wait_s=_within(_WAITS_S, wait_s))
 
@@ -147,6 +151,7 @@ def fit_latency(
     # Try each subset of the three terms; keep the best whose coefficients are all positive.
     for subset in range(1, 8):
         chosen = [index for index in range(3) if subset >> index & 1]
+        # Divided by the seconds, so that errors are relative and every right-hand side is 1.
         rows = [
             [columns[index](n) / s for index in chosen]
             for n, s in zip(lengths, seconds, strict=True)

@@ -101,6 +101,7 @@ class ClusterNode:
         is_first, self.status, self.status_of = self.status is None, status, engine
         if self.draining_process is None and engine < self.draining_engine:
             return  # the status is older than the request to drain
+        # The first status that belongs to the draining engine tells which process drains.
         if self.draining_process is None and (
             is_first or (engine == self.draining_engine and self.tracker is not None)
         ):
@@ -219,6 +220,7 @@ class NodeRegistry:
             connections.append(NodeConnection(name, calls, owner))
             return connections[0]
 
+        # `node` is bound below, before the link runs.
         def lose(request: str, stream: RequestStream, error: EngineGoneError) -> None:
             node.lost.append(request)
 

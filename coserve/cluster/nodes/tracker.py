@@ -60,6 +60,7 @@ class NodeTracker:
         """Return the node as placements see it. jobs: ids of those that were placed here."""
         while self._steps and self._steps[0][0] < now_s - _RECENT_S:
             self._steps.popleft()
+        # A young engine has a shorter window; at least a second, so that one step does not fill it.
         recent_s = min(
             _RECENT_S, max(1.0, now_s - (self._began_s if self._began_s is not None else now_s))
         )
@@ -106,6 +107,7 @@ class Totals:
             for each in fields(EngineStats)
             if isinstance(getattr(whole[0], each.name), int | float)
         }
+        # Listeners expect counts to start at zero when an engine is lost.
         for name in _COUNTS:
             sums[name] -= sum(
                 getattr(self._before[node], name) for node in stats if node in self._before

@@ -119,6 +119,7 @@ class Lemix(PlacementPolicy):
         for node in nodes:
             awaited = (each for each in view.requests if not each.is_batch)
             following = next(awaited, None) or typical_request(node, task, view.now_s)
+            # The task delays requests on its own node alone.
             after = (path.task,) if node is chosen else ()
             path_of_next = plan_path(node, following, view.now_s, after=after)
             alone_s = node.num_stages * node.profile.forward.seconds(following.num_tokens)

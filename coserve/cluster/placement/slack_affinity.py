@@ -95,9 +95,11 @@ class SlackAffinity(PlacementPolicy):
         if not any(map(self.has_room, nodes)):
             return Waits("tasks wait on every node", _CHECK_S)
         waited_s = view.now_s - task.arrival_s
+        # 1. Nodes with memory for it; any node, once it has waited for T_max.
         fitting = [node for node in nodes if node.has_memory(task)]
         if not fitting and waited_s < min([node.profile.longest_wait_s for node in nodes]):
             return Waits("no node has memory for it", _CHECK_S)
+        # 2. Of these, nodes where one more task may wait.
         free = [node for node in fitting or nodes if self.has_room(node)]
         if task.trains:
             free = [node for node in free if node.slack > 0]
@@ -106,6 +108,8 @@ class SlackAffinity(PlacementPolicy):
         if not free:
             return Waits("tasks wait on every node, or requests need all of it", _CHECK_S)
         planned = [(node, self._plan(view, task, node)) for node in free]
+        # 3. What does not hurry only goes where the next request stays in time. Engines see to that
+        # themselves, since their training yields.
         hurries = not task.trains and not task.is_batch and not self._is_late(view, task, nodes)
         if (
             not hurries
@@ -116,6 +120,7 @@ class SlackAffinity(PlacementPolicy):
             planned = self._harmless(view, task, planned, nodes)
             if not planned:
                 return Waits("requests would miss their SLO", _CHECK_S)
+        # 4. The least cost. A request that would only wait there waits here, and is bound late.
         node, path = min(planned, key=lambda pair: self._cost(task, pair[0], pair[1]))
         if hurries and not node.profile.training_yields:
             early_s = self._queue_s(view, task, node, path) - self.backlog * self._mean_s(
@@ -165,6 +170,7 @@ class SlackAffinity(PlacementPolicy):
         slack, and then the busiest, so that others stay free.
         """
         stage_s = self._mean_s(task, nodes[0]) / nodes[0].num_stages
+        # Offered load: the number of nodes that requests keep busy at this rate.
         num_needed = max(1.0, view.request_rate * stage_s)
         latest_s = view.now_s + self.backlog * stage_s
         soon = [pair for pair in planned if pair[1].task.forward_start_s[0] <= latest_s]
@@ -174,6 +180,7 @@ class SlackAffinity(PlacementPolicy):
         for node, path in sorted(soon, key=lambda pair: (-pair[0].slack, -pair[1].response_s)):
             num_open = len(open_nodes - {node.id})
             if (
+                # Enough nodes stay open without this one, or this one stays open with the task.
                 num_open >= num_needed
                 or num_open + self._is_open(view, task, node, path) >= num_needed
             ):

@@ -98,6 +98,7 @@ def validate(
     if validation is not None:
         held_out = read("validation_file", validation, training.num_bytes)
         try:
+            # Checked now rather than by the engine in the middle of training.
             questions_of(held_out, settings.evaluation)
         except DataError as error:
             raise JobError(
@@ -199,6 +200,7 @@ class FileReader:
                 _log.error(
                     "the files of job %s wait, and are read again in %.0f s: %s", id, wait_s, error
                 )
+            # Short sleeps, so that a job that is not wanted any more stops waiting soon.
             while wait_s > 0 and id not in self._unwanted:
                 await asyncio.sleep(min(_LOOK_S, wait_s))
                 wait_s -= _LOOK_S
@@ -217,6 +219,7 @@ class FileReader:
             return validate(job, self._files, self._folders, self._models[job.base], is_wanted)
         except JobError as error:
             return error
+        # `_again` repeats what a store or a full disk refused; anything else fails the job.
         except StoreError:
             raise
         except Exception as error:

@@ -152,9 +152,11 @@ class Files:
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
+            # Only a complete blob gets its name; `tidy` removes a part that a crash has left.
             self.shared.keep(part.rename(self._directory / id))
         except BaseException as error:
             part.unlink(missing_ok=True)
+            # The rename may have succeeded, and only the upload failed.
             discard(self._directory / id)
             if isinstance(error, OSError) and is_disk_full(error):
                 raise DiskFullError(

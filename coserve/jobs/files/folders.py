@@ -112,11 +112,13 @@ class Folders:
         """
         there = self.shared.all_below(self._directory)
         parts = [path.relative_to(self._directory).parts for path in there]
+        # Parts of a checkpoint's path: job, "checkpoints", name of the checkpoint, file.
         for job in sorted({each[0] for each in parts}):
             for path in self.parts(job):
                 discard(path)
             if job not in known:
                 self.remove(job)
+            # Unfinished jobs are swept when they are rolled back to resume.
             elif job not in unfinished:
                 checkpoints = self.checkpoints(job)
                 names = {

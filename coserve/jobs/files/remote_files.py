@@ -106,6 +106,7 @@ class RemoteFiles(SharedFiles):
                     raise OSError("what was read is not what was written")
             fs.rm_file(f"{base}/{name}")
 
+        # Without retries: a wrong URL fails at once when the server starts.
         self._do(try_it, waits_s=())
 
     # -- from here to there -----------------------------------------------------------
@@ -122,6 +123,7 @@ class RemoteFiles(SharedFiles):
             files = sorted(path.iterdir())
             for each in files:
                 _put(fs, each, f"{target}/{each.name}")
+            # Last, since a directory without its marker does not exist for readers.
             fs.pipe_file(
                 f"{target}/{MARKER}",
                 json.dumps({each.name: each.stat().st_size for each in files}).encode(),
@@ -130,6 +132,7 @@ class RemoteFiles(SharedFiles):
         self._do(upload)
 
     def keep_checkpoint(self, directory: Path) -> Path:
+        # Two engines may write the same step, one of them late: the suffix keeps both apart.
         named = directory.rename(directory.with_name(f"{directory.name}-{uuid4().hex[:8]}"))
         self.keep(named)
         return named
@@ -144,6 +147,7 @@ class RemoteFiles(SharedFiles):
                 os.utime(path)  # time of last use, for `trim`
             return
         make_private(path.parent)
+        # Every download has a part of its own, since others may fetch the same path.
         part = path.with_name(f".part-{uuid4().hex}")
 
         def download(fs: Any, base: str) -> None:
@@ -193,6 +197,7 @@ class RemoteFiles(SharedFiles):
 
         def remove(fs: Any, base: str) -> bool:
             target = self._place(base, path)
+            # A directory, or nothing: then `rm` raises FileNotFoundError, which counts as removed.
             if _size(fs, target) is None:
                 fs.rm(target, recursive=True)
             else:
@@ -217,6 +222,7 @@ class RemoteFiles(SharedFiles):
             *jobs.glob("*/checkpoints/*"),
             *jobs.glob("*/contributions/*/*"),
         ]
+        # Newest use first, so that the least recently used exceed the limit.
         for used_s, path, num_bytes in sorted(map(_use_of, paths), reverse=True):
             total += num_bytes
             if total > self._most_bytes and path not in spared and now_s - used_s > _IN_USE_S:
@@ -257,6 +263,7 @@ class RemoteFiles(SharedFiles):
             StoreError: All attempts failed.
             DiskFullError: This machine's disk is full.
         """
+        # None marks the last attempt, whose error is raised.
         for wait_s in (*(self._waits_s if waits_s is None else waits_s), None):
             try:
                 return do(*_open(self._url))

@@ -84,6 +84,7 @@ class Uploads:
             purpose=PART_PURPOSE,
             filename=upload.id,
             source=source,
+            # Parts expire together with their upload.
             expires_after_s=max(1, upload.expires_at - int(time.time())),
             max_total_bytes=max_total_bytes,
             id=new_id("part_"),

@@ -124,6 +124,7 @@ class JobActions:
             self._jobs.apply(id, TOO_MANY_DEATHS)
             return None
         self._jobs.apply(id, RecordWritten(job=point.job))
+        # The catalogue may have cached adapters of checkpoints that were rolled back.
         self._adapters.changed()
         if point.is_done:
             return await self._end(id, "succeeded")
@@ -153,6 +154,7 @@ class JobActions:
         )
         if self._timeout_s < inf and command in ("start", "resume"):
             left_s = max(0.0, self._timeout_s - self._jobs[id].ran_s(now_s))
+            # Never cancelled: `JobDriver` checks the elapsed time when the event arrives.
             asyncio.get_running_loop().call_later(left_s, self._put, TimeUp(job=id))
         return pending
 
@@ -168,6 +170,7 @@ class JobActions:
         self._adapters.remove_live(job)
         self._adapters.changed()
         self._jobs.end(job)
+        # All other ends come after the files were read.
         if job.status == "cancelled":
             self._reader.stop(job.id)
 
@@ -229,6 +232,7 @@ class _EngineCommands:
     ) -> None:
         error: Exception | None = None
         try:
+            # The engine may have died between the plan and the first step of this task.
             if not self._is_current(job, pending):
                 raise EngineGoneError("the engine has died")
             await do()

@@ -106,6 +106,7 @@ class JobAdapters:
             is_model = job is not None and job.name == name
             gone = transaction.adapters_of(record.job) if is_model else (record,)
             directories = {each.directory for each in gone if each.directory is not None}
+            # Neither the job that makes an adapter nor one that starts from it may lose it.
             for other in transaction.unfinished_jobs():
                 if other.id == record.job or (
                     other.start is not None and other.start["directory"] in directories
@@ -120,6 +121,7 @@ class JobAdapters:
                 transaction.remove_checkpoints(record.job)
             else:
                 transaction.remove_checkpoint_of_name(record.job, name)
+            # A job's model shares its directory with the checkpoint that it is.
             unused = [Path(each) for each in directories if not transaction.adapters_in(each)]
         for directory in unused:
             if self._folders.holds(directory):

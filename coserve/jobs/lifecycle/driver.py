@@ -139,6 +139,7 @@ class JobDriver:
         if self.mailbox.blocked is not None:
             self._hold_back(self.mailbox.blocked)
             return
+        # Postponed jobs wait for the timer; the events of other jobs were taken above.
         if is_early:
             return
         # Jobs that fail again add themselves to the new set.
@@ -182,6 +183,7 @@ class JobDriver:
             # late.
             if pending is not None and pending.command == "start":
                 await self._take_answer(EngineAnswered(job=id, command=pending))
+        # Reports on jobs that the living engine does not have are dropped by the writer.
         last_step_s = {
             state.id: state.last_step_s for state in self.jobs if state.engine != "absent"
         }
@@ -205,6 +207,7 @@ class JobDriver:
         # The job may have ended meanwhile, or a report may have proved that it runs.
         if state is None or state.pending != command:
             return
+        # Judged by the state before the answer, which clears the pending command.
         refused = refusal(state, answer, is_current=self.jobs.is_current(id, command))
         self.jobs.apply(id, answer)
         if refused is not None:
@@ -224,6 +227,7 @@ class JobDriver:
         self._adapters.lose_live(loss.had)
         lost = [state.id for state in self.jobs if loss.had(state.id) and state.engine != "absent"]
         queued, fatal = await asyncio.to_thread(self._writer.lose_engine, lost, loss.under_way)
+        # After the store: if it refuses, the event stays queued and is taken again as a whole.
         self.jobs.apply_loss(loss)
         for job in queued:
             self.jobs.apply(job.id, RecordWritten(job=job))
@@ -233,6 +237,7 @@ class JobDriver:
 
     async def _take_time(self, id: str) -> None:
         state = self.jobs.get(id)
+        # Timers are not cancelled: this one may belong to a run that a pause has interrupted.
         if (
             state is None
             or state.failure is not None
@@ -269,15 +274,18 @@ class JobDriver:
             JobError: The job has ended, or is already being cancelled.
         """
         if self.mailbox.blocked is not None:
+            # Earlier events are not on record yet, and a write now would overtake them.
             raise self.mailbox.blocked
         if (record := await self._read_record(id)) is None or record.is_terminal:
             raise JobError(f"Job {id} has already completed")
         before = self.jobs[id].asked
+        # A certain end stays requested after its client got an error; only it may be repeated.
         if before not in (None, desired):
             raise JobError(f"Job {id} is being cancelled")
         waiter = self.jobs.ask(id, desired)
         try:
             await self._advance(id)
+        # The client gets this error, so nothing may carry out its request later.
         except BaseException as error:
             self.jobs.take_back(id, before)
             if isinstance(error, StoreError | OSError):
@@ -299,6 +307,7 @@ class JobDriver:
             StoreError, OSError: The store cannot be written now; the call is to be repeated.
         """
         if (record := await self._read_record(id)) is None or record.is_terminal:
+            # The job ended while its files were read: the examples written meanwhile are removed.
             await asyncio.to_thread(self._writer.sweep, id)
             return
         if isinstance(result, JobError):
@@ -306,6 +315,7 @@ class JobDriver:
                 id,
                 JobFailed(code=f"invalid_{result.param}", message=str(result), param=result.param),
             )
+        # False in a repeated call whose first attempt took effect in the store after all.
         elif not self.jobs[id].job.validated:
             job = await asyncio.to_thread(self._writer.validated, self.jobs[id].job, result)
             self.jobs.apply(id, RecordWritten(job=job))
@@ -364,6 +374,7 @@ class JobDriver:
         if job is None or (job.is_terminal and id not in self.jobs):
             return job
         if job.is_terminal:
+            # A write that was reported as failed has ended the job.
             self.actions.let_go(job)
         elif id not in self.jobs:
             self.add(job)

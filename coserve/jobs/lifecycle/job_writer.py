@@ -110,6 +110,7 @@ class JobWriter:
         with self._store.write() as transaction:
             job = transaction.any_job(id)
             assert job is not None, f"job {id} is not in the store"
+            # The value does not matter: the store has to accept a write.
             transaction.change_job(id, status=job.status)
 
     # -- from the beginning ---------------------------------------------------------
@@ -126,6 +127,7 @@ class JobWriter:
             jobs = transaction.unfinished_jobs()
             known, kept = transaction.job_ids(), transaction.adapter_directories()
         self._folders.tidy(known, {job.id for job in jobs}, kept)
+        # Repeat the sweeps of jobs that ended just before the earlier process did.
         for id in self._folders.unswept():
             with self._store.read() as transaction:
                 record, checkpoints = transaction.any_job(id), transaction.all_checkpoints(id)
@@ -141,6 +143,7 @@ class JobWriter:
             LimitError: The tenant has max_jobs unfinished jobs.
         """
         with self._store.write() as transaction:
+            # Counted in this transaction, so that two requests cannot both take the last place.
             num_jobs = transaction.num_unfinished_jobs(record.tenant)
             if max_jobs is not None and num_jobs >= max_jobs:
                 raise LimitError(
@@ -222,6 +225,7 @@ class JobWriter:
             jobs = [
                 job
                 for job in transaction.unfinished_jobs()
+                # A paused job stays paused, whether an engine has it or not.
                 if job.id in lost and job.status != "paused"
             ]
             queued = tuple(_change(transaction, job, "queued") for job in jobs)
@@ -257,8 +261,10 @@ class JobWriter:
         )
         with self._store.write() as transaction:
             if not is_done:
+                # Later steps run again, and would be on record twice.
                 job = transaction.roll_back(id, 0 if checkpoint is None else checkpoint.step)
             kept, _ = prune_records(transaction, job, is_terminal=False)
+        # After the commit: a crash before it leaves unknown files, never records without files.
         self._folders.sweep(id, kept, is_terminal=False)
         listed_step = max((each.step for each in kept if each.listed), default=None)
         return ResumePoint(
@@ -283,6 +289,7 @@ class JobWriter:
         job = self.job(id)
         if job.is_terminal:
             return job
+        # Written before the record that names it; an orphan is removed at the next start.
         results = self._write_results(job) if status == "succeeded" else None
         try:
             job, kept = self._record_end(job, status, error, results)
@@ -305,6 +312,7 @@ class JobWriter:
             if error is not None and error["code"] == TIMEOUT:
                 _list_newest(transaction, job)
             transaction.forget_deaths(job.id)
+            # After `_list_newest`: unlisted checkpoints are deleted here.
             kept, _ = prune_records(transaction, job, is_terminal=True)
             if status == "succeeded":
                 assert results is not None
@@ -353,6 +361,7 @@ class JobWriter:
 def _check_start(transaction: Transaction, job: JobRecord, folders: Folders) -> None:
     """Raise JobError if the adapter that a job is to train further was deleted after its lookup."""
     directory = None if job.start is None else job.start["directory"]
+    # Adapters elsewhere were loaded by clients, and no job's record names them.
     if directory is None or not folders.holds(Path(directory)):
         return
     if not transaction.adapters_in(directory):

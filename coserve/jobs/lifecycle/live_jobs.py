@@ -71,6 +71,7 @@ class LiveJobs:
         recorded all that came before.
         """
         self._announced.append(event)
+        # Named jobs mean that one of several engines was lost; the others still accept starts.
         is_other_left = (
             isinstance(event, EngineLost) and self._is_engine_up and event.jobs is not None
         )

@@ -67,18 +67,22 @@ def _rule(
 
 # The first rule that fits decides.
 _RULES: tuple[_Rule, ...] = (
+    # A job that an engine has is cancelled there first; its record follows.
     _rule("end", None, "running", SendCommand("cancel")),
     _rule("end", None, "paused", SendCommand("cancel")),
     _rule("end", None, None, Write("cancelled")),
+    # Paused in the engine, with a checkpoint, before it is paused on record.
     _rule("rest", None, "running", SendCommand("pause")),
     _rule("rest", "paused", None, None),
     _rule("rest", None, None, Write("paused")),
     _rule("run", "validating_files", None, ReadFiles()),
     _rule("run", None, "paused", SendCommand("resume")),
+    # The engine was lost or has given the job up, which waits for the next start.
     _rule("run", "running", "absent", Write("queued")),
     _rule("run", "running", None, None),
     _rule("run", None, "running", Write("running")),
     _rule("run", "queued", "absent", Start()),
+    # The outcome, or the last checkpoint, is still to be reported.
     _rule("run", "queued", "ended", None),
     _rule("run", "paused", None, Write("queued")),
 )
@@ -94,12 +98,15 @@ def plan(state: JobState, *, can_start: bool) -> Action | None:
     """
     if state.status in OVER:
         return None
+    # Until the engine has let go of a failed job, `desired` is "end" and cancels it there.
     if state.failure is not None and state.engine in ("absent", "ended"):
         return Write("failed")
+    # Before requests and open commands: finished work succeeds, whatever was requested since.
     if state.has_succeeded and state.has_last_checkpoint:
         return Write("succeeded")
     if state.pending is not None:
         return None
+    # The job was paused before its files had been read.
     if state.status == "paused" and state.desired == "run" and not state.job.validated:
         return Write("validating_files")
     return _when_possible(_rule_for(state), state, can_start)
@@ -121,7 +128,9 @@ def _when_possible(action: Action | None, state: JobState, can_start: bool) -> A
     if state.slot != "held":
         if state.has_model and state.slot == "none":
             return RequestSlot()
+        # A resumed job that waits for a slot is on record as queued.
         return Write("queued") if state.status == "paused" else None
+    # A resume goes to the engine that has the job; only a start needs an engine that is up.
     return action if can_start or action != Start() else None
 
 
@@ -140,6 +149,7 @@ def refusal(state: JobState, answer: EngineAnswered, *, is_current: bool) -> Cos
     if isinstance(error, EngineGoneError):
         return error if is_current else None  # after a death, the job waits for the next engine
     if (
+        # These change the state when they are applied, so that the plan moves on by itself.
         error is None
         or isinstance(error, JobOverError)
         or command.command == "start"

@@ -64,6 +64,7 @@ class JobReportWriter:
         with self._store.write() as transaction:
             for report in reports:
                 batch.write(transaction, report)
+            # Clear jobs that have trained far enough beyond the death of which they were suspected.
             for id, deaths in transaction.deaths().items():
                 if (
                     id in batch.stepped
@@ -74,6 +75,7 @@ class JobReportWriter:
                 (old, prune_records(transaction, _job(transaction, id), is_terminal=False))
                 for id, old in batch.replaced.items()
             ]
+        # Files last: the transaction that stopped naming them is committed.
         self._folders.thin_out((), batch.too_late)
         for old, (kept, dropped) in pruned:
             self._folders.thin_out(kept, [*old, *dropped])
@@ -102,6 +104,7 @@ class _ReportBatch:
         for checkpoint in report.checkpoints:
             if checkpoint.job in self._last_step_s:
                 self._write_checkpoint(transaction, checkpoint)
+            # Checkpoints of unfinished jobs without an engine are swept when those resume.
             elif (job := transaction.any_job(checkpoint.job)) is None or job.is_terminal:
                 self.too_late.append(checkpoint.directory)
 
@@ -124,12 +127,14 @@ class _ReportBatch:
         job = _job(transaction, event.job)
         if event.kind in ("step", "evaluation"):
             last_step_s = self._last_step_s[event.job]
+            # The first step of a run has no predecessor, and therefore no rate.
             seconds = 0.0 if last_step_s is None else event.now_s - last_step_s
             data = metrics_of(
                 event,
                 num_steps=job.num_steps,
                 tokens_per_s=event.num_tokens / seconds if seconds else None,
             )
+            # No norm: the gradient was not finite, and the step changed nothing.
             level: Level = "warn" if event.kind == "step" and event.norm is None else "info"
             message = message_of(event, job.num_steps)
             transaction.add_event(
@@ -165,6 +170,7 @@ class _ReportBatch:
             )
         )
         if record.listed:
+            # A repeated step replaces its checkpoint, whose event is on record already.
             if transaction.adapter(job.tenant, record.name) is None:
                 transaction.add_event(
                     job_event(job, f"Checkpoint created at step {record.step}: {record.name}")

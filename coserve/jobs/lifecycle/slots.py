@@ -47,6 +47,7 @@ class TrainingSlots:
         waiting = [state for state in states if state.slot == "waiting"]
         if job not in {state.id for state in waiting}:
             return None
+        # Grant slots one by one in the order of `next`, leaving out the limits of tenants.
         held, granted = _held(states), Counter(self._num_granted)
         number = 0
         while (first := _first(waiting, held, granted)) is not None:

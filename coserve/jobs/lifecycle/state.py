@@ -39,6 +39,7 @@ EngineState = Literal["absent", "running", "paused", "ended"]
 # Place to train, which a job keeps, across engines, until it ends or is paused.
 Slot = Literal["none", "waiting", "held"]
 
+# A queued job succeeds without running if its last checkpoint is complete already.
 TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
     "validating_files": frozenset(("queued", "paused", "failed", "cancelled")),
     "queued": frozenset(("running", "paused", "succeeded", "failed", "cancelled")),
@@ -170,6 +171,7 @@ def _after_request(state: JobState, event: ClientAsked | RequestClosed | StoreRe
     match event:
         case ClientAsked(desired=desired):
             return replace(state, asked=desired)
+        # The engine ends the job in any case; the record follows once the store works.
         case StoreRefused() if state.asked == "end" and state.is_end_certain:
             return state
         case RequestClosed() | StoreRefused():
@@ -207,12 +209,15 @@ def _after_engine(
         case EngineEnded():
             return _ended(state, event)
         case EngineLost(now_s=now_s):
+            # `pending` stays: its answer carries the old epoch. A success whose last checkpoint is
+            # not on record is lost with the engine, so the job resumes.
             lost = replace(_stopped(state, now_s), epoch=state.epoch + 1)
             return replace(lost, engine="absent", has_succeeded=False, meter=None)
 
 
 def _recorded(state: JobState, job: JobRecord) -> JobState:
     """Update the record; a job that has just been paused gives its slot back."""
+    # A chained comparison: paused now, and not before.
     if job.status == "paused" != state.status:
         return replace(state, job=job, slot="none", meter=None)
     return replace(state, job=job)
@@ -226,6 +231,7 @@ def _without_request(state: JobState) -> JobState:
 
 def _sent(state: JobState, event: CommandSent) -> JobState:
     """Set the pending command, and note when the job started to run or stopped."""
+    # The clock of the time limit stops with any command; "start" and "resume" restart it.
     state = replace(_stopped(state, event.now_s), pending=event.command)
     if event.command.command in ("pause", "cancel"):
         return state
@@ -236,6 +242,7 @@ def _sent(state: JobState, event: CommandSent) -> JobState:
         return state
     return replace(
         state,
+        # Before the answer, since the job's first reports may overtake it.
         engine="running",
         resumed_step=event.resumed_step,
         listed_step=event.listed_step,
@@ -248,10 +255,12 @@ def _answered(state: JobState, event: EngineAnswered) -> JobState:
     if state.pending != event.command:
         return state
     state, command, error = replace(state, pending=None), event.command, event.error
+    # The answer comes from an engine that has died, or is the news of its death.
     if command.epoch != state.epoch or isinstance(error, EngineGoneError):
         return replace(state, engine="absent")
     if command.command == "start":
         return state if error is None else replace(state, engine="absent", failure=_refused(error))
+    # The job ended before the command arrived; its outcome is reported separately.
     if isinstance(error, JobOverError):
         return replace(state, engine="ended")
     # Nothing changed, or the job has already ended.
@@ -266,6 +275,7 @@ def _ended(state: JobState, event: EngineEnded) -> JobState:
     """Apply the job's end in the engine. A job that was cancelled there need not be over."""
     if event.outcome == "cancelled":
         return replace(state, engine="absent", has_succeeded=False)
+    # A failure noted earlier, such as the time limit, outlives a success in the engine.
     failure = (
         state.failure
         if event.outcome == "succeeded"

@@ -143,6 +143,7 @@ def _gather(home: Path, store: Store, stage: Path) -> tuple[list[str], list[str]
 def _relative(home: Path, directory: str | None) -> str | None:
     """Return a path below the home as a relative one, so that a new home can prepend its own."""
     path = Path(directory or "")
+    # Records may name a home behind a symbolic link in either form.
     for form in (home, home.resolve()):
         if path.is_relative_to(form):
             return str(path.relative_to(form))
@@ -197,6 +198,7 @@ def _link_all(
         if not names:
             missing.add(directory)
             continue
+        # A checkpoint from which no job resumes is saved as an adapter, without optimizer state.
         names = names | only_for_its_job if directory in wanted.whole else names - only_for_its_job
         for path in names:
             (present if _link(home / path, stage / path) else missing).add(path)
@@ -220,6 +222,7 @@ def _link(source: Path, target: Path) -> bool:
 def _write_archive(stage: Path, names: list[str], missing: list[str], file: Path) -> None:
     """Write the files and then the manifest, since all checksums are known by then."""
     contents: dict[str, dict[str, Any]] = {}
+    # Private from its first byte: the archive holds every tenant's data.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with (
         os.fdopen(descriptor, "wb") as out,
@@ -239,6 +242,7 @@ def _write_archive(stage: Path, names: list[str], missing: list[str], file: Path
         }
         text = json.dumps({**manifest, "missing": missing, "contents": contents}, indent=1).encode()
         archive.addfile(_member(MANIFEST, len(text)), io.BytesIO(text))
+        # Write the end of the archive now, so that fsync covers it.
         archive.close()
         out.flush()
         os.fsync(out.fileno())

@@ -78,6 +78,7 @@ class _Home:
 def examine(home: Path, store: Store) -> list[Finding]:
     """Return all faults of a home that no server uses now."""
     try:
+        # Records of a damaged database would only cause misleading findings.
         if faults := store.faults():
             return [_database_finding(fault) for fault in faults]
         content = _read(home, store)
@@ -190,6 +191,7 @@ def _jobs(home: _Home) -> Iterator[Finding]:
                 problem=problem,
                 remedy="restore a backup" if job.is_terminal else cancel,
             )
+        # Exactly the jobs that are over have a time of their end.
         if job.is_terminal == (job.finished_at is None):
             word = "without" if job.is_terminal else "with"
             problem = f"is {job.status} {word} a time at which it ended"
@@ -318,6 +320,7 @@ def _files_of_model(directory: Path) -> list[str]:
 def _adapters(home: _Home) -> Iterator[Finding]:
     of_checkpoints = {each.directory for each in home.checkpoints}
     for each in _with_directories(home.adapters):
+        # Directories of checkpoints are examined by `_checkpoints`.
         if each.directory not in of_checkpoints and (problem := _fault(each)) is not None:
             remedy = f"restore it, or delete the model {each.name}"
             yield Finding(about=f"{each.name} of {each.tenant}", problem=problem, remedy=remedy)

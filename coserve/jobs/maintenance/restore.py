@@ -92,6 +92,7 @@ def restore_backup(file: Path, home: Path, url: str | None = None) -> Restored:
         store = Store.at(home, url)
         try:
             _copy_records(stage, home, store)
+            # Moved into place only after every record has passed its checks.
             for name in ("files", "jobs"):
                 if (stage / name).is_dir():
                     (stage / name).rename(home / name)
@@ -122,6 +123,7 @@ def _extract(file: Path, stage: Path) -> _Manifest:
         contents = manifest.contents
         names = [member.name for member in members]
         are_plain = all(member.isreg() and not member.issparse() for member in members)
+        # Lists rather than sets: a name that occurs twice is damage as well.
         if sorted(names) != sorted([*contents, MANIFEST]) or not are_plain:
             raise CoserveError(f"{file} is damaged: its files are not those of its {MANIFEST}")
         archive.extractall(stage, filter="data")
@@ -202,6 +204,7 @@ def _check_foreign_database(path: Path) -> None:
     except sqlite3.Error as error:
         raise _ForeignRowError(f"its database cannot be read: {error}") from None
     for kind, name, sql in schema:
+        # A virtual table has the kind "table" as well; only its SQL differs.
         if kind not in ("table", "index") or "VIRTUAL" in str(sql).upper().split()[:2]:
             raise _ForeignRowError(f"its database has {name!r}, which is not a plain table")
 
@@ -230,6 +233,7 @@ def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, str)
         and "\0" not in value
+        # Path.name is ".." for ".." and empty for "."
         and (not value or (value == Path(value).name != ".."))
     )
 

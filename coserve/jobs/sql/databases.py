@@ -104,9 +104,11 @@ def _set_up_sqlite(engine: Engine) -> None:
 
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, _: Any) -> None:
+        # The driver begins no transactions of its own: `on_begin` does.
         connection.isolation_level = None
         connection.execute(f"PRAGMA busy_timeout={_BUSY_S * 1000}")
         _use_wal(connection)
+        # With WAL, only FULL makes a commit survive a power failure; foreign keys default to off.
         for pragma in ("synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -157,6 +159,7 @@ def _open_postgresql(url: URL) -> tuple[Engine, Engine]:
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, _: Any) -> None:
         connection.execute(f"SET lock_timeout = {1000 * _BUSY_S}")
+        # The pool rolls back returned connections, which would undo the setting.
         connection.commit()
 
     @event.listens_for(engine, "begin")

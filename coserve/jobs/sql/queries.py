@@ -46,6 +46,7 @@ class Queries:
         is_asked_for: Callable[[Any], bool] = anything,
     ) -> Page:
         if after is not None:
+            # The filters of the page apply to `after`, too.
             place = query.with_only_columns(table.seq).where(
                 table.tenant == tenant, table.id == after
             )
@@ -54,6 +55,7 @@ class Queries:
                 raise JobError(f"after names {after!r}, which is not there", param="after")
             query = query.where(table.seq < seq if newest_first else table.seq > seq)
         query = query.order_by(table.seq.desc() if newest_first else table.seq)
+        # One row more tells whether there is a next page; a filter in Python has no limit here.
         if is_asked_for is anything:
             query = query.limit(limit + 1)
         rows = (row for row in self._session.scalars(query) if is_asked_for(row))
@@ -61,6 +63,7 @@ class Queries:
         return Page(items=tuple(items[:limit]), has_more=len(items) > limit)
 
     def _execute(self, statement: Any) -> int:
+        # Bulk statements bypass the session: write pending rows first, and reload rows later.
         self._session.flush()
         result: Any = self._session.execute(statement.execution_options(synchronize_session=False))
         self._session.expire_all()

@@ -77,6 +77,7 @@ class Store:
 
     def close(self) -> None:
         """Close all connections."""
+        # Readers and writers share one pool of connections.
         self._reading.dispose()
 
     @contextmanager
@@ -129,6 +130,7 @@ class Store:
                 session.connection()  # takes the writers' lock
                 source.execute(select(SchemaTable.version))  # starts its snapshot
                 while_still(Transaction(session))
+            # Writers continue: the copy reads the snapshot of `source`.
             with other._writing.begin() as target:
                 copy_rows(source, target, change)
 

@@ -79,6 +79,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
 
     def _files(self, tenant: str) -> Select[Any]:
         alive = FileTable.expires_at.is_(None) | (FileTable.expires_at > int(time.time()))
+        # Parts of unfinished uploads are files that clients do not see.
         return select(FileTable).where(
             FileTable.tenant == tenant, FileTable.purpose != PART_PURPOSE, alive
         )
@@ -284,6 +285,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         """Remove what a job did after a step, which it will repeat; return its new record."""
         self._execute(delete(EventTable).where(EventTable.job == job, EventTable.step > step))
         late = (CheckpointTable.job == job, CheckpointTable.step > step)
+        # The adapter of a checkpoint has the checkpoint's name.
         names = list(self._session.scalars(select(CheckpointTable.name).where(*late)))
         self._execute(
             delete(AdapterTable).where(AdapterTable.job == job, AdapterTable.name.in_(names))
