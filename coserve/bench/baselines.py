@@ -32,6 +32,7 @@ def transformers_model(backbone: Backbone) -> Any:
         for part in architecture.parts
         for name, held in backbone.weights[part].items()
     }
+    # A head that is tied to the embeddings has no weights of its own.
     missing = set(model.load_state_dict(own, strict=False).missing_keys) - {"lm_head.weight"}
     if missing:
         raise CoserveError(
@@ -63,6 +64,7 @@ def decode_step_s(model: Any, prompts: Tensor, *, num_tokens: int) -> float:
                 prompts.device,
             )
 
+    # The difference leaves out the prompt, and what every call costs.
     return (generate_s(1 + num_tokens) - generate_s(1)) / num_tokens
 
 

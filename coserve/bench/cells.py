@@ -172,12 +172,14 @@ class Bench:
     def solo_s(self) -> float:
         """Return the seconds of a decode step of one request alone."""
         slo = Slo(ttft_s=3600.0, tpot_s=3600.0)
+        # Twice, since the first run warms the device up.
         played = [self.run(ALONE, [_SOLO], slo, num_jobs=0, seconds=0.1)[0] for _ in range(2)]
         tpots = [each.outcomes[0].tpot_s for each in played]
         return min(tpot_s for tpot_s in tpots if tpot_s is not None)
 
     def holds(self, trace: Sequence[TracedRequest], slo: Slo, *, seconds: float) -> bool:
         """Return whether requests alone hold the SLOs."""
+        # A run ends as soon as its result is certain.
         max_missed = (1 - ATTAINMENT) * len(trace)
         played, _ = self.run(ALONE, trace, slo, num_jobs=0, seconds=seconds, max_missed=max_missed)
         return (played.attainment(slo) or 0.0) >= ATTAINMENT
@@ -207,6 +209,7 @@ class Bench:
                 f"{lost:.2g}/s: relax the SLOs, or shorten the requests"
             )
         for _ in range(_NUM_HALVINGS):
+            # Halving on a logarithmic scale: the error is relative.
             rate = (held * lost) ** 0.5 if lost < inf else held
             held, lost = (rate, lost) if holds(rate) else (held, rate)
         return held
@@ -263,6 +266,7 @@ class Bench:
             seed=self.config.seed,
             handed_over=self.config.handed_over,
         )
+        # An answer that takes longer than this has missed its SLO in any case.
         drain_s = min(self.config.drain_s, slo.ttft_s + 1.5 * longest * slo.tpot_s)
         played = loop.run(drain_s=drain_s, max_missed=max_missed)
         self.place.close(engine)

@@ -44,6 +44,7 @@ def conventional_saved_bytes(
     result = {}
     for layer in range(architecture.num_layers):
         ranks = {node: lora.rank(module) for module, (part, node) in sites.items() if part == layer}
+        # Blocks of one kind with the same sites keep the same bytes: count each once.
         key = (kinds[layer], tuple(ranks.items()), input_grad)
         if key not in counted:
             shape: dict[str, Any] = {
@@ -55,6 +56,7 @@ def conventional_saved_bytes(
             two = _held(architecture, num_blocks=2, ranks=ranks, dropout=lora.dropout, **shape)
             counted[key] = two - _held(architecture, num_blocks=1, ranks={}, dropout=0.0, **shape)
         result[layer] = counted[key]
+        # Gradients pass through every block above the lowest site.
         input_grad |= bool(ranks)
     return result
 

@@ -62,6 +62,7 @@ def run(
             theirs.append(decode_step_s(model, prompts.to(backbone.device), num_tokens=_NUM_TOKENS))
             if openvino is not None:
                 openvino_s.append(openvino.step_s(prompts.tolist(), num_tokens=_NUM_TOKENS))
+            # The mean context while the tokens are generated.
             num_bytes = weight_bytes(backbone) + batch * (context + _NUM_TOKENS // 2) * per_key
             floors.append(num_bytes / read_bytes_per_s(backbone.device))
         rows.append(

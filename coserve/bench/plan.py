@@ -138,6 +138,7 @@ def hours_of_trace(trace: Sequence[TracedRequest], rate: float | None = None) ->
         trace: The trace.
         rate: Mean requests per second over the whole trace, in place of its own.
     """
+    # One mean gap after the last request, so that the rate counts every request.
     end_s = trace[-1].at_s * len(trace) / max(1, len(trace) - 1) or 1.0
     factor = 1.0 if rate is None else rate * end_s / len(trace)
     starts_s = [index * _HOUR_S for index in range(max(1, ceil((end_s - _MIN_HOUR_S) / _HOUR_S)))]
@@ -171,6 +172,7 @@ def hours_of_day(
     """
     mean = sum(requests) / len(requests)
     rates = [rate * number / mean for number in requests]
+    # At low rates, samples are longer, so that some requests arrive in each.
     return [
         Hour(
             seconds=_HOUR_S,

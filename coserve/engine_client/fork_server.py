@@ -96,6 +96,7 @@ class ForkServer:
     async def launch(self, line: bytes, home: Path | None) -> Launched:
         """Start an engine; see `coserve.engine_client.launch.Launch`."""
         assert self._engine is None or self._engine.returncode is not None, "one engine at a time"
+        # The fork server was killed, or there has been none yet.
         if self._has_ended:
             shared = None if self._connect_to is None else await self._connect_to(self._model)
             if shared is not None:
@@ -294,9 +295,11 @@ def _run_engine(passed: Sequence[int], run_engine: Callable[[], int]) -> NoRetur
         stdin, stderr, environment = passed
         os.dup2(stdin, 0)
         os.dup2(stderr, 2)
+        # Output goes to the log: nobody reads this process's standard output.
         os.dup2(2, 1)
         os.close(stdin)
         os.close(stderr)
+        # The file's position is shared with the writer, who has left it at the end.
         os.lseek(environment, 0, os.SEEK_SET)
         with os.fdopen(environment, "rb") as file:
             variables = os.fsdecode(file.read()).split("\0")

@@ -43,6 +43,7 @@ class LastActivity:
             status: Status of the process.
             hung: Whether the server has killed it because it hung.
         """
+        # The kernel also kills with SIGKILL for lack of memory, which may be a job's fault.
         if status == -signal.SIGKILL and not hung and _num_oom_kills() == self._num_oom_kills:
             return ()
         content = self._read()
@@ -62,6 +63,7 @@ class LastActivity:
 
 def _is_stopped(pid: int) -> bool:
     try:
+        # The name, in parentheses, may contain any character; the state follows the last ")".
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
         return False

@@ -241,6 +241,7 @@ class EngineLink:
         self._host.close()
         if self._ready is not None and not self.is_silent:
             with suppress(CoserveError, TimeoutError):
+                # The reply follows the last checkpoint.
                 await asyncio.wait_for(self._call(Shutdown), _SHUTDOWN_S)
                 await self._host.end(_EXIT_S)
         await self._host.end(0.0)
@@ -265,6 +266,7 @@ class EngineLink:
         error = EngineGoneError(f"{reason} before it was done; it is being started again")
         if self._closing:
             error = EngineGoneError("the server is shutting down")
+        # Replaced before callbacks run: these may send requests to the next engine.
         streams, self._streams = self._streams, {}
         self._stopped.clear()
         calls, self._calls = self._calls, {}
@@ -287,6 +289,7 @@ class EngineLink:
             if (stream := self._streams.pop(report.id, None)) is not None:
                 stream.fail(_error(report.kind, report.error))
         elif isinstance(report, Ready):
+            # A fresh engine has no vocabulary.
             self._ready, self._has_vocabulary, self.start_progress = report, False, None
             for listener in self._listeners:
                 listener.engine_ready(report)
@@ -312,6 +315,7 @@ class EngineLink:
     def _read(self, chunk: Chunk) -> Chunk | None:
         """Return a chunk with its text; None for what the engine ran after a stop string."""
         sequence = chunk.request, chunk.index
+        # The engine ran ahead before the stop command reached it.
         if sequence in self._stopped:
             if chunk.finish_reason is not None:
                 self._stopped.discard(sequence)

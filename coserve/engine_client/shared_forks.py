@@ -72,6 +72,7 @@ async def connect(model: str) -> socket.socket | None:
             return connection
         except OSError:
             connection.close()
+        # Again after a while: the one that was started may have failed, or found another's lock.
         if now_s - started_s > _START_S:
             started_s = now_s
             await _start(path, model)
@@ -126,6 +127,7 @@ def main() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
+        # Left by a process that was killed; the lock shows that nobody listens there.
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(str(path))
@@ -142,6 +144,7 @@ def main() -> None:
                     control.close()
                     children.add(pid)
                 ended = {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == pid}
+                # Used until the last child has ended, not only until it began.
                 if children:
                     used_s = time.monotonic()
                 children -= ended

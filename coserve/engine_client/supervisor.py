@@ -165,6 +165,7 @@ class Supervisor:
         context = zmq.asyncio.Context()
         socket = self._socket = context.socket(zmq.PAIR)
         socket.set_hwm(0)  # sending must never wait
+        # A dead process reads nothing more, so that closing does not wait for it.
         socket.linger = 0
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -180,6 +181,7 @@ class Supervisor:
             tasks += [receiving, asyncio.create_task(self._watch())]
             status = await process.wait()
             self.jobs_at_death = activity.jobs_at_death(status, hung=self._hangs)
+            # The loss is reported in `finally`, after everything that the engine could still say.
             await self._receive_last_reports(socket, receiving)
             if not self._was_ready and self._failed is None:
                 self._failed = ModelError(
@@ -190,6 +192,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             self.kill()
+            # Before `engine_lost`, in whose callbacks a dead engine must not look alive.
             self._is_ready, self.silent_s = False, 0.0
             self._owner.engine_lost(self._reason)
             self._socket = None
@@ -223,6 +226,7 @@ class Supervisor:
             if not self._is_ready:
                 continue
             self.send(Ping())
+            # Any report sets it back to 0.
             self.silent_s += _PING_S
             if self.silent_s > self._timeout_s and not self._closing:
                 self._reason = (

@@ -103,6 +103,7 @@ class DecodeEnd:
         if not self._pays(blocks):
             return
         first = self._engine.requests.first(request)
+        # The connection may have come or gone since the last step.
         self.poll()
         if first is None or self._transport is None or not self._is_welcome or self._is_silent:
             self._num_not_handed_over += 1
@@ -156,6 +157,7 @@ class DecodeEnd:
         info, latency = self._engine.device.info, self._engine.latency
         num_tokens = len(blocks) * info.block_tokens
         if not num_tokens or self._min_tokens is not None:
+            # A set minimum decides alone; otherwise copying is weighed against computing below.
             return num_tokens > 0 and num_tokens >= (self._min_tokens or 0)
         past = blocks.start * info.block_tokens
         return latency.copy_s(len(blocks) * info.page_bytes) < latency.prompt_s(num_tokens, past)
@@ -168,6 +170,7 @@ class DecodeEnd:
         adapter = None if request.version is None else self._adapters.files_of(request.version)
         num_tokens, slo = len(blocks) * info.block_tokens, request.slo
         alone_s = self._engine.latency.prompt_s(num_tokens, blocks.start * info.block_tokens)
+        # Leaves time to compute the prompt here within its TTFT, but waits half of it at least.
         limit_s = max(slo.ttft_s / 2, slo.ttft_s - alone_s)
         asked = _RemotePrefill(id, self._directory / f"pages-{id}", blocks, self._now() + limit_s)
         try:
@@ -187,6 +190,7 @@ class DecodeEnd:
         except BaseException:
             asked.path.unlink(missing_ok=True)
             raise
+        # Held only now: a prompt that could not be sent is computed here at once.
         self._engine.hold(name)
         self._asked[name] = asked
 
@@ -228,6 +232,7 @@ class DecodeEnd:
         self._num_handed_over += is_whole
         self._num_not_handed_over += not is_whole
         self._num_pages += handed.num_blocks if handed is not None else 0
+        # The engine reads the file when the request is admitted; `_clean_up` removes it after that.
         self._files[name] = asked
         self._clean_up()
 

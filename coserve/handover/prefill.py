@@ -119,6 +119,7 @@ class PrefillEnd:
             try:
                 for prompt in list(partner.prompts.values()):
                     self._copy(partner, prompt)
+                    # An end with blocks missing: `_copy` has removed prompts that are complete.
                     if prompt.request in ended and prompt.command.id in partner.prompts:
                         self._refuse(partner, prompt.command.id, ended[prompt.request])
             except ConnectionError as error:
@@ -208,6 +209,7 @@ class PrefillEnd:
     def _copy(self, partner: _Partner, prompt: _Prompt) -> None:
         """Copy newly computed blocks of a prompt to its file, and notify the decode instance."""
         command, known = prompt.command, prompt.num_blocks
+        # One token more than the prompt: `find` leaves the last token of a prompt to be computed.
         pages = self._engine.cache.prefixes.find(prompt.keys, len(command.tokens) + 1)
         if len(pages) <= known:
             return
@@ -239,6 +241,7 @@ class PrefillEnd:
         partner.transport.send(PromptRefused(id, " ".join(reason.split())))
 
     def _lose(self, partner: _Partner, error: ConnectionError) -> None:
+        # Connections that never sent a proper Hello are not worth a warning.
         if partner.is_known:
             _log.warning("a decode instance has disconnected: %s", error)
         self._forget_all(partner)

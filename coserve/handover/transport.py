@@ -62,6 +62,7 @@ class LocalTransport:
         self._outgoing.append(encode(message))
 
     def receive(self) -> list[Any]:
+        # Frames that arrived before the end are still delivered.
         if not self._incoming and self._ends:
             raise ConnectionResetError("the other end has closed the connection")
         messages = [decode(frame) for frame in self._incoming]
@@ -100,6 +101,7 @@ class SocketTransport:
     def receive(self) -> list[Any]:
         """Return all messages that have arrived; raise once a closed connection has none left."""
         try:
+            # Every call also sends what an earlier `send` could not.
             self._read_on()
             self._send_on()
         except ConnectionError:
@@ -205,6 +207,7 @@ class Listener:
             if error.errno != errno.EADDRINUSE or not self._path.is_socket():
                 raise
             try:
+                # A socket file without a listener refuses connections: it can be replaced.
                 connect(self._path).close()
             except ConnectionRefusedError:
                 self._path.unlink()

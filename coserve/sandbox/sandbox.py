@@ -99,6 +99,7 @@ class Sandbox:
                 self._num_calls -= 1
 
     def _reply(self, sent: bytes) -> Any:
+        # A template that has died is replaced once, and the call repeated.
         for is_last in (False, True):
             template = self._running_template()
             outcome = template.call(sent, self._limits.wall_s + _GRACE_S)
@@ -215,6 +216,7 @@ class _Template:
                     with theirs, self._lock:
                         socket.send_fds(self._control, [b"c"], [theirs.fileno(), written])
                 finally:
+                    # The template holds the only copy then, so that its end ends the pipe.
                     os.close(written)
                 reply = _exchanged(data, sent, until_s)
             ended = _read_until(report, until_s)

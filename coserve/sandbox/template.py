@@ -40,6 +40,7 @@ def main() -> NoReturn:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = msgspec.convert(msgspec.json.decode(sys.argv[3]), CallLimits)
     os.nice(_NICENESS)
+    # A crash leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(limits.stack_bytes)
     task = _prepared(sys.argv[2], _receive_frame(control))
@@ -152,10 +153,13 @@ def _close_all_but(kept: int) -> None:
 
 
 def _limit(limits: CallLimits) -> None:
+    # The default actions end the process even while it runs native code.
     for number in (signal.SIGALRM, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
+    # The soft limit sends SIGXCPU, which tells the cause; the hard one kills for certain.
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
+    # Nothing but standard error is written, to a file in memory.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     # The thread's stack comes on top, and what the allocator reserves for a thread (64 MiB, hardly
     # any of it used).
@@ -185,6 +189,7 @@ def _run_on_thread(task: SandboxTask, data: int) -> int:
         except BaseException:
             traceback.print_exc()
 
+    # `threading.stack_size` has no effect on the main thread.
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()

@@ -49,6 +49,7 @@ class Hardware:
         Tiles are dealt to processors in rounds, the last of which leaves some idle ("Matrix
         Multiplication Background User's Guide", NVIDIA DU-09799, section 3).
         """
+        # Tiles have a power of two of rows, as few as hold all of them.
         tile_rows = min(_TILE, max(_MIN_TILE_ROWS, 1 << (rows - 1).bit_length()))
         num_tiles = ceil(rows / tile_rows) * ceil(num_outputs / _TILE)
         tile_flops = 2 * tile_rows * _TILE * num_inputs
@@ -56,6 +57,7 @@ class Hardware:
             compute_s = 2 * rows * num_outputs * num_inputs / self.flops_per_s
         else:
             processor_s = tile_flops / (self.flops_per_s / self.num_processors)
+            # Dividing the sums into parts fills idle processors, at a lower pace of each part.
             compute_s = min(
                 ceil(num_tiles * parts / self.num_processors) / parts * processor_s / pace
                 for parts, pace in _PACE_OF_PARTS.items()

@@ -373,6 +373,7 @@ class ModelledDevice:
 def _allowed(mask: bytes, token: int, vocab_size: int) -> int:
     """Return the first token from this one on that a mask allows, around the vocabulary."""
     bits = int.from_bytes(mask, "little") & ((1 << vocab_size) - 1)
+    # Bits from this token on, or all of them around the vocabulary; then the lowest.
     bits = bits >> token << token or bits
     return (bits & -bits).bit_length() - 1
 

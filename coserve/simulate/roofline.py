@@ -103,6 +103,7 @@ def roofline_profile(
         moved_s = link.graphs_s([programs.loss.graph], rows) + link.programs_s(
             [programs.loss], rows
         )
+        # The product of the head, and that of its gradient.
         return 2 * timer.graphs_s(hardware, [own_head], rows) + moved_s
 
     def passes(
@@ -112,6 +113,7 @@ def roofline_profile(
         each.
         """
         return _curve(
+            # `pass_s` includes the first call.
             lambda n: after(n) + (calls - 1) * hardware.call_s + hardware.pass_s(0, n * row_bytes)
         )
 
@@ -120,6 +122,7 @@ def roofline_profile(
         link.graphs_s(graphs, _ROWS_OF_TASKLET)
         for graphs in ([each.graph for each in programs.program.values()], blocks)
     ]
+    # What training adds to a row; the forward pass makes the call anyway.
     window_row_s = hardware.pass_s(job.flops_per_row, 2 * saved_bytes) - hardware.call_s
     window_row_s += (moved_s[0] - moved_s[1]) / _ROWS_OF_TASKLET
     return Profile(

@@ -105,6 +105,7 @@ class Simulation:
         while self._next < len(self._arrivals) and self._arrivals[self._next].at_s <= now_s:
             arrival = self._arrivals[self._next]
             self._next += 1
+            # Traces have millions of tokens, and `randrange` takes several times as long.
             draw, num_ids = self._random.random, self._vocab_size
             self.engine.add_tokens(
                 [int(draw() * num_ids) for _ in range(arrival.num_prompt_tokens)],
@@ -121,4 +122,5 @@ class Simulation:
         upcoming_s = (
             self._arrivals[self._next].at_s if self._next < len(self._arrivals) else until_s
         )
+        # A little at least, so that time passes; a policy may plan something within a second.
         self._clock.advance(min(max(upcoming_s - now_s, 1e-6), _IDLE_S))

@@ -92,6 +92,7 @@ class ModelledStepTimer:
         loss_s, forward_s, speed = self.with_noise(self._loss_s(batch)), 0.0, 1.0
         if batch.partition is not None:
             forward_s, speed = self._beside(batch, batch.partition)
+        # Tasklets begin after the losses. Without a partition, speed is 1 and nothing runs beside.
         work = self._backward(batch, loss_s / speed, speed, forward_s)
         update_s = self.with_noise(
             sum([self._update_s(update) for update in batch.updates]) if batch.updates else 0
@@ -169,6 +170,7 @@ class ModelledStepTimer:
             if now_s >= limit_s and any(work.num_tasklets.values()):
                 break
             seconds, is_beside = pace * self._tasklet_s(turn), now_s < forward_end_s
+            # At the reduced speed until the forward pass ends, at full speed after that.
             done_s = min(seconds, speed * (forward_end_s - now_s)) if is_beside else 0.0
             now_s += done_s / speed + seconds - done_s
             work.add(turn, now_s, is_beside=is_beside)

@@ -29,6 +29,7 @@ class Activity:
         """Open the file that the server's `LastActivity` has made; None: nothing is recorded."""
         self._memory: mmap.mmap | None = None
         self._now, self._on_device, self._slot = _NOTHING, _NOTHING, 0
+        # A list, since several threads may have files of the same job open.
         self._at_files: list[str] = []
         self._lock = threading.Lock()
         if path is not None:
@@ -47,6 +48,7 @@ class Activity:
         jobs = self._on_device or frozenset(self._at_files)
         if jobs == self._now or self._memory is None:
             return
+        # Two slots: the new record is complete before one byte makes it the valid one.
         self._now, self._slot = jobs, 1 - self._slot
         ids = " ".join(jobs).encode()[: ACTIVITY_SLOT_BYTES - 1] + b"\0"
         start = ACTIVITY_HEAD.size + self._slot * ACTIVITY_SLOT_BYTES
@@ -60,6 +62,7 @@ class Activity:
         self.note(frozenset((job,)))
         try:
             yield
+        # A refusal, after which the process lives; any other error ends it and leaves the record.
         except CoserveError:
             self.note(before)
             raise

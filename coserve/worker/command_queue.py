@@ -129,6 +129,7 @@ class CommandQueue:
             if each.keys & blocked or not self._is_read(each):
                 blocked |= each.keys
             elif each.is_slow:
+                # `poll` may run it after this pass: later commands with its keys have to wait.
                 blocked |= each.keys
                 slow = slow or each
             else:
@@ -142,6 +143,7 @@ class CommandQueue:
     def _is_read(self, each: QueuedCommand) -> bool:
         if each.reading is None:
             reading = each.prepare()
+            # Not kept: a command that still has to wait is prepared again at the next pass.
             if reading is None:
                 return True
             each.reading = self._threads.submit(reading)

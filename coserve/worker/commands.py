@@ -94,6 +94,7 @@ class Commands:
             case AddRequest():
                 self._take_request(command)
             case CancelRequest():
+                # A request that still waits here has not reached the engine.
                 if not self._queue.discard(command.id):
                     self._engine.handle(command)
             case StopSequence():
@@ -125,6 +126,7 @@ class Commands:
         if command.adapter is None:
             self._do(command, lambda: None)
             return
+        # Without a reply: the request itself repeats an error of its adapter (`after`).
         load, keys = LoadAdapter(NO_CALL, command.adapter), (_adapter_key(command.adapter.name),)
         loaded = self._queue.put(load, keys, self._adapter_reading(load))
         self._queue.put(command, keys, label=command.id, after=loaded)
@@ -150,6 +152,7 @@ class Commands:
         """Return a call that compiles a request's grammar; None if the device has it."""
         grammar, engine = command.params.grammar, self._engine
         assert grammar is not None
+        # Without a vocabulary there is nothing to compile with, and the engine refuses the request.
         is_ready = engine.vocabulary is None or grammar in engine.grammars
         return None if is_ready else partial(engine.grammars.prepare, grammar, command.tenant)
 

@@ -154,8 +154,10 @@ class JobCommands:
                 self._engine.handle(command)
             case PauseJob():
                 lane = self._living_lane(command.id)
+                # The reply waits for the checkpoint, which therefore must not wait for room.
                 lane.hurry()
                 self._engine.handle(command)
+                # The client has paused the job, so that a disk that catches up must not resume it.
                 lane.is_held = False
                 self._checkpoint(command.id, listed=False)
             case CombineJob():
@@ -199,6 +201,7 @@ class JobCommands:
         self._hurry_all()
         for id in self._started():
             self._checkpoint(id, listed=False)
+        # All lanes hurry, so that nothing waits for room and this ends.
         wait([written for lane in self._lanes.values() for written in lane.unwritten()])
         self._queue_reply("", CallReply(call))
 
@@ -209,6 +212,7 @@ class JobCommands:
         for event in events:
             job = self._start_of(event.job)
             if event.kind == "succeeded" and job is not None:
+                # The served model is then the best checkpoint, not the weights that the device has.
                 keeps_other = job.keep_best and self._engine.job(
                     event.job
                 ).progress.best.step not in (0, event.step)
@@ -226,6 +230,7 @@ class JobCommands:
                 continue
             every = job.checkpoint_every_steps
             is_due = event.kind == "step" and every and event.step % every == 0
+            # Listed: the interval and the best evaluation are promised to clients.
             if is_due or (event.is_best and job.keep_best):
                 self._checkpoint(event.job, listed=True)
             elif event.kind == "failed":
@@ -240,6 +245,7 @@ class JobCommands:
             if lane.is_empty and lane.start is None:
                 lane.close()
                 del self._lanes[id]
+            # The disk has caught up.
             elif lane.is_held and not lane.has_max_copies:
                 lane.is_held = False
                 self._engine.resume_job(id)
@@ -332,15 +338,18 @@ class JobCommands:
         assert start is not None, f"the engine has the job {job}"
         step, last = self._engine.job(job).progress.checkpoint_step, lane.last_checkpoint
         report = PendingReport(job=job, step=step or 0, listed=listed, event=event)
+        # Nothing to write, but the report keeps its place among those of the job.
         if step is None or not _writes_checkpoints(start):
             lane.append(report)
             return report
+        # This step is on disk or on its way: report the same files again rather than copy them.
         if last is not None and last.step == step and last.listed >= listed and not last.has_failed:
             report.written, report.is_new = last.written, False
         else:
             report.written = self._write(job, start)
             lane.last_checkpoint = report
         lane.append(report)
+        # More copies would fill the memory faster than the disk empties it.
         if lane.has_max_copies and self._engine.job(job).state == "running":
             lane.is_held = True
             self._engine.pause_job(job)

@@ -100,6 +100,7 @@ class JobLane:
 
     def begin(self, start: JobStart) -> None:
         """Set the command that started the job."""
+        # A new event: writes of the run before may be in a hurry.
         self.start, self._urgent = start, Event()
 
     def forget(self) -> None:
@@ -131,6 +132,7 @@ class JobLane:
     @property
     def has_max_copies(self) -> bool:
         """Return whether the maximum number of copies of the job's tensors waits for the disk."""
+        # Two reports may share one file, which is a single copy.
         return len({id(each) for each in self.unwritten()}) >= _MAX_COPIES
 
     def unwritten(self) -> "list[Future[Path]]":

@@ -120,6 +120,7 @@ class EngineProcess:
             self._take_commands()
             if not self._running:
                 break
+            # One piece of the measurement per round, so that commands and steps take turns with it.
             if self._refinement.run_piece():
                 _log.info("the device is measured: its profile replaces the provisional one")
                 self._report([], whole=True)
@@ -127,6 +128,7 @@ class EngineProcess:
                 self._unreported |= time.monotonic() - self._reported_s > STATS_S
             if self._engine.has_work:
                 self._step()
+        # Send what is left, before threads end: replies to the shutdown are among it.
         self._report_batch()
         self._handover.close()
         self._commands.close()
@@ -140,12 +142,14 @@ class EngineProcess:
         if not self._engine.has_work:
             self._activity.note(frozenset())
             self._report_batch()
+            # Without a step to carry them, commands that the device still has to get are sent now.
             self._engine.flush_commands()
             waits_for_files = self._jobs.is_waiting or self._commands.is_waiting
             wait_ms = _FILES_WAIT_MS if waits_for_files else _IDLE_WAIT_MS
             if (measures_in_s := self._refinement.wait_s) is not None:
                 wait_ms = min(wait_ms, int(1e3 * measures_in_s))
             is_at_rest = not waits_for_files and time.monotonic() - self._busy_s > _REST_S
+            # Compiled grammars are kept for a while, since the next request often has the same.
             if is_at_rest and self._engine.grammars.rest():
                 self._has_freed = self._unreported = True
             if self._has_freed and not waits_for_files:
@@ -156,6 +160,7 @@ class EngineProcess:
         until_s: float | None = None
         while self._running and self._has_command(wait_ms):
             self._take(decode_command(self._socket.recv()))
+            # Only the first command is waited for, and the limit runs from its arrival.
             wait_ms, until_s = 0, until_s or time.monotonic() + _COMMANDS_S
             if time.monotonic() > until_s:
                 break
@@ -186,6 +191,7 @@ class EngineProcess:
             self._send(Pong())
             return
         self._unreported = True
+        # These free memory, which goes back to the system once there is no work.
         self._has_freed |= isinstance(command, CancelJob | PauseJob | UnloadAdapter)
         if isinstance(command, Shutdown):
             self._jobs.checkpoint_all(command.call)
@@ -272,6 +278,7 @@ def _step_record(engine: Engine, result: StepResult, end_s: float, step_s: float
         rows[planned.kind] += planned.rows
     num_reversed = sum(part.rows * result.num_tasklets[part.job] for part in plan.tasklets)
     num_reversed += sum(piece.rows for piece in plan.losses)
+    # A tasklet reverses one layer: divided by the layers, rows count as of whole models.
     num_parts = engine.device.info.num_layers + 1  # and the head
     return StepRecord(
         end_s=end_s,
@@ -308,6 +315,7 @@ def start(
     )
     try:
         shared.check()
+        # The ranks of a group choose their own shares of the threads.
         threads = settings.threads
         if threads is None and settings.engine.tensor_parallel == 1:
             threads = worthwhile_threads(settings.model)

@@ -73,6 +73,7 @@ class _ForkedRank:
         self._returncode: int | None = None
 
     def kill(self) -> None:
+        # Under the lock of `wait`: a process that was reaped cannot be signalled any more.
         with self._lock:
             if self._returncode is None:
                 signal.pidfd_send_signal(self._end, signal.SIGKILL)
@@ -112,6 +113,7 @@ def _become_a_rank(control: socket.socket) -> NoReturn:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         message, received, _, _ = socket.recv_fds(control, _MAX_BYTES, _MAX_DESCRIPTORS)
+        # The socket was closed: the engine's process has ended.
         if not message:
             os._exit(0)
         start = json.loads(message)
@@ -130,6 +132,7 @@ def _place(received: Sequence[int], numbers: Sequence[int]) -> None:
     """Give descriptors the numbers that the arguments name, and close all others except the
     standard ones.
     """
+    # Above all numbers that are to be used, so that no dup2 below closes one that is needed.
     kept = [os.dup2(each, _FIRST_OWN + place) for place, each in enumerate(received)]
     os.closerange(3, _FIRST_OWN)
     for each, number in zip(kept, numbers, strict=True):

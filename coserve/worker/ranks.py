@@ -75,6 +75,7 @@ class _MortalDevice:
         for pid in pids:
             with suppress(ProcessLookupError):  # the device reports that it has ended
                 ends.register(os.pidfd_open(pid), select.POLLIN)
+        # A rank has ended: ask until the device notices that as well, and ends this process.
         ends.poll()
         while True:
             describe_ranks(self)
@@ -113,6 +114,7 @@ def describe_ranks(device: Device) -> tuple[RankReport, ...]:
 def _end_as(error: DeviceGoneError) -> NoReturn:
     """End this process at once, in the way in which the rank has ended."""
     _log.error("the engine ends: %s", error)
+    # Like the rank, so that a kill from outside is held against no job.
     if error.returncode == -signal.SIGKILL:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -58,6 +58,7 @@ class ProfileRefinement:
                 self._has_failed, self.progress = True, None
                 return False
             self.progress = (
+                # Below 1 until the last piece has replaced the profile.
                 min(done, total - 1) / total if self._calibration.is_provisional else None
             )
             return not self._calibration.is_provisional

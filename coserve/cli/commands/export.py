@@ -118,6 +118,7 @@ def _written_whole(directory: Path) -> Iterator[Path]:
     """
     from coserve.errors import AdapterError
 
+    # Inside the directory itself, so that files can be renamed into place.
     part, is_new = directory / ".part-export", not directory.exists()
     try:
         if not is_new and any(directory.iterdir()):

@@ -191,6 +191,7 @@ def _examine(
     backbone = build_backbone(source, dtype=dtype, device=torch.device("meta"))
     for name, wrong in config.misfits(backbone.architecture):
         raise AdapterError(f"{name} {wrong}")
+    # Mean number of keys that a row of a causal sequence of `seq` tokens attends to.
     adapter, keys = Adapter(backbone, config), (seq + 1) / 2
     by = Weighing(compute_dtype=backbone.dtype, mean_context_len=keys)
     programs = training_programs(adapter, budget_bytes_per_token=budget, mean_context_len=keys)
@@ -251,6 +252,7 @@ def _memory(adapter: "Adapter", programs: "TrainingPrograms", seq: int) -> dict[
         "weights": sum(tensor.nbytes for tensor in weights.values()),
         "adapter": masters + copies,
         "gradients": masters,
+        # The two moments of AdamW, in float32 like the masters.
         "optimizer": 2 * masters,
         "activations_per_token": per_token,
         "activations": per_token * seq,

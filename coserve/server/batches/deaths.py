@@ -72,4 +72,5 @@ def next_group(
         return ()
     suspects.sort(key=lambda line: (-deaths[line].num_alone, deaths[line].num_lines))
     size = deaths[suspects[0]].max_group
+    # Groups are not mixed: a death is to narrow down the group in which it happened.
     return [line for line in suspects[:size] if deaths[line].max_group == size]

@@ -41,6 +41,7 @@ def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[st
     seen: set[str] = set()
     with path.open("rb") as file:
         start = 0
+        # One byte more than allowed shows that a line is too long without reading all of it.
         for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
             if raw.strip():
                 try:
@@ -52,6 +53,7 @@ def read_input(path: Path, endpoint: str) -> tuple[list[BatchLine], list[dict[st
                         )
                 except ApiError as error:
                     errors.append(_error(error, number))
+            # After a line that is too long, it is unknown where the next one starts.
             if len(errors) == _MAX_ERRORS or len(lines) > MAX_REQUESTS or len(raw) > _LONGEST_LINE:
                 return lines, errors
             start += len(raw)

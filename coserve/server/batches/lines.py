@@ -72,9 +72,11 @@ class BatchLines:
         wait_s = FIRST_WAIT_S
         while True:
             async with self.turns.turn((record.id, line.custom_id)) as is_suspect:
+                # Before any work: if a process dies of this line, the journal has to name it.
                 await until_done(results.journal.begin, line.custom_id)
                 try:
                     body = await asyncio.to_thread(read_body, path, line)
+                    # From Unix time to the engine's clock.
                     due_s = time.monotonic() + due_at - time.time()
                     asked = LineRequest(
                         endpoint=record.endpoint,
@@ -101,6 +103,7 @@ class BatchLines:
                     )
                     return False
                 else:
+                    # Neither answered nor to blame: the line comes again after a wait.
                     await until_done(results.journal.leave, line.custom_id)
             await asyncio.sleep(wait_s)
             wait_s = min(MAX_WAIT_S, 2 * wait_s)

@@ -117,6 +117,8 @@ class BatchRunner:
         """Charge the death of the previous server process to lines that it left running, then run
         all.
         """
+        # All journals are read before any line runs: lines of this process would look like lines
+        # that the previous one left.
         records = await until_done(self._unfinished)
         under_way: dict[str, set[str]] = {}
         for record in records:
@@ -127,6 +129,7 @@ class BatchRunner:
                 under_way[record.id] = await until_done(self._take_in, record.id)
             except (OSError, ValueError, KeyError):
                 _log.exception("the results of batch %s cannot be read; it is not run", record.id)
+        # Of all batches, since any of these lines may have ended the process.
         num_lines = sum(map(len, under_way.values()))
         await asyncio.to_thread(self._tidy, {record.id for record in records})
         for id, lines in under_way.items():
@@ -203,6 +206,7 @@ class BatchRunner:
             lines: Its requests.
             errors: Reasons why not all requests can be read.
         """
+        # The file may be gone since: the number that was counted first stays.
         num_total = self._live[id].num_total or len(lines)
         self._live[id] = replace(self._live[id], num_total=num_total)
         done = await self._recount(id, results)
@@ -210,12 +214,14 @@ class BatchRunner:
             await self._change(id, "in_progress", num_total=num_total)
         end = "cancelled" if self._live[id].status == "cancelling" else "completed"
         if self._live[id].status == "in_progress":
+            # The input file is gone, and requests are left in it.
             if errors and len(done) < num_total:
                 await self._finish(id, results, "failed", errors=errors)
                 return
             left = [(place, line) for place, line in enumerate(lines) if line.custom_id not in done]
             is_whole = await self._answer_all(id, results, left, len(lines))
             end = "completed" if is_whole else "expired"
+            # With the end on record, with which a restarted server continues.
             await self._change(id, "finalizing", end=end)
         await self._finish(id, results, self._live[id].times.get("end", end))
 
@@ -257,6 +263,7 @@ class BatchRunner:
                 for place, line in left:
                     self._places.grow()
                     await self._places.acquire(record.tenant)
+                    # Due times spread over the window: not all lines become urgent at its end.
                     task = group.create_task(
                         work(line, begun_s + window_s * (place + 1) / num_lines)
                     )

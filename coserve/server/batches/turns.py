@@ -65,6 +65,7 @@ class BatchTurns:
 
     def died(self, line: LineKey) -> LineDeaths:
         """Charge a death to a running line, and return its deaths."""
+        # In a trial the whole group counts, including lines that have ended since it began.
         num_lines = (
             self._group_size if self._is_trial else self._under_way[line] or len(self._under_way)
         )
@@ -76,10 +77,12 @@ class BatchTurns:
         return deaths
 
     def _admit(self) -> None:
+        # A trial runs to its end before any other line is admitted.
         if self._under_way and self._is_trial:
             return
         self._is_trial = False
         group = next_group(self._waiting, self._deaths)
+        # Suspects wait for the running lines; nothing else is admitted meanwhile.
         if group and self._under_way:
             return
         self._is_trial, self._group_size = bool(group), len(group)

@@ -79,6 +79,7 @@ class ChatChoice:
         }
         self._calls.append(call)
         delta.setdefault("tool_calls", []).append(
+            # Counts failed calls as well: a stream has sent their deltas under these numbers.
             {"index": self._num_begun, **call, "function": {"name": name, "arguments": ""}}
         )
         self._num_begun += 1
@@ -86,6 +87,7 @@ class ChatChoice:
     def _delta_of_call(self, delta: dict[str, Any]) -> dict[str, Any]:
         """Return the delta of the last tool call's function."""
         calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+        # An earlier chunk has begun the call.
         if not calls or calls[-1]["index"] != self._num_begun - 1:
             calls.append({"index": self._num_begun - 1, "function": {"arguments": ""}})
         function: dict[str, Any] = calls[-1]["function"]

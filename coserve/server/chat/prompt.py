@@ -61,6 +61,7 @@ def template_arguments(body: ChatBody, tools: Tools, template: str) -> Mapping[s
     if body.reasoning_effort is not None and "reasoning_effort" in template:
         more = {"reasoning_effort": body.reasoning_effort, **more}
     if (thinks := _thinks(body)) is not None:
+        # The body's own variables take precedence.
         more = {**{name: thinks for name in _THINKING if name in template}, **more}
     return {
         **more,

@@ -72,6 +72,7 @@ class ThinkReader:
         text = self._rest.lstrip()
         if text.startswith(BEGIN):
             self._inside, self._rest = True, text[len(BEGIN) :]
+        # Neither the marker nor the beginning of one: the answer has no reasoning.
         elif not BEGIN.startswith(text):
             self._outside, self._is_fresh = True, False
 
@@ -80,7 +81,9 @@ class ThinkReader:
             self._rest = self._rest.lstrip("\n")
         text, end, after = self._rest.partition(END)
         if not end:
+            # Hold back what may be the beginning of the end marker.
             text = text[: len(text) - num_held(text, (END,))]
+        # Line breaks wait for what follows: before the end marker they are dropped.
         shown = text.rstrip("\n")
         self._rest = self._rest[len(shown) :]
         self._is_fresh = self._is_fresh and not shown

@@ -139,6 +139,7 @@ async def _generation(
     asked: int | None = getattr(body, limit)
     if asked is not None and asked < 1:
         raise ApiError(f"{limit} must be at least 1, not {asked}", param=limit)
+    # Without a limit, one token of output has to fit.
     tokens = truncated(tokens, body, ready, max_tokens=asked or 1)
     max_tokens = asked if asked is not None else max(1, most_tokens(ready) - len(tokens))
     check_prompt(tokens, max_tokens, ready, param="messages")

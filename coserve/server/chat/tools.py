@@ -80,8 +80,10 @@ def tools_of(body: ChatBody, context: GenerationContext) -> Tools:
     for place, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{place}]")
     parser = _parser(context)
+    # Before the return below, since a required call without tools is an error.
     must_call = _must_call(body, choice)
     if not body.tools or choice == "none":
+        # Some formats need their parser for answers without tools as well.
         return Tools(parser=parser if parser is not None and parser.reads_all else None)
     if "tools" not in context.prompts.chat_template:
         raise ApiError(

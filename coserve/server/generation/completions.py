@@ -238,6 +238,7 @@ class CompletionWriter:
                 for chunk in chunks:
                     self._usage.count(chunk)
                     index = place * self._n + chunk.index
+                    # They come once for a prompt, and each of its n choices repeats them.
                     if chunk.prompt_logprobs:
                         waiting[place] = list(chunk.prompt_logprobs)
                     piece = {

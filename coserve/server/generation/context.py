@@ -125,6 +125,7 @@ class GenerationContext:
         try:
             stream = self.engine.open(requests, reader.text_tokenizer, shown_tokens)
         except BaseException:
+            # The stream never began; otherwise `close` gives its place back.
             self.admission.end(tenant, num_sequences=number)
             raise
         for request in requests:

@@ -83,6 +83,7 @@ async def embedding_request(
             check_length(reader, prompt, ready, param="input")
         tokens = await reader.tokens(prompt, special=body.add_special_tokens, param="input")
         if (most := body.truncate_prompt_tokens) is not None:
+            # Every request has room for one token of output.
             tokens = tokens[: most_tokens(ready) - 1 if most == -1 else most]
         check_prompt(tokens, 1, ready, param="input")
         prompts.append(tuple(tokens))

@@ -170,6 +170,7 @@ def sampling_params(
         **{name: value for name in _SAME if (value := getattr(body, name)) is not None},
     }
     if (top_k := values.get("top_k")) is not None:
+        # A larger one keeps all tokens as well.
         values["top_k"] = min(top_k, vocab_size)
     if values.get("top_p") == 0:
         values["top_p"] = _MIN_TOP_P
@@ -191,12 +192,14 @@ def sampling_params(
         )
         params.check_vocabulary(vocab_size)
     except ValueError as error:
+        # Messages of `SamplingParams` begin with the name of the field.
         raise ApiError(str(error), param=str(error).split()[0]) from None
     return params
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     """Return biases by token id, from JSON's string keys."""
+    # No vocabulary has 20 digits of tokens, and int() refuses very long numbers.
     if wrong := [
         token for token in given if not (token.isascii() and token.isdigit() and len(token) < 20)
     ]:
@@ -341,6 +344,7 @@ async def chunks_of(
                     trace.take(place, chunks)
                 yield place, chunks
     except CoserveError as error:
+        # Batches see by the cause whether the engine has died.
         raise as_api_error(error) from error
     finally:
         context.close(stream)
@@ -379,6 +383,7 @@ class Usage:
         """Count the tokens of a chunk."""
         self.num_output += len(chunk.tokens)
         self.slo = self.slo or chunk.slo
+        # All n sequences report the cached tokens of their one prompt.
         if chunk.finish_reason is not None and chunk.index == 0:
             self.num_cached += chunk.num_cached_tokens
 

@@ -76,11 +76,13 @@ class GrammarChecks:
             checker = await self._checker_of_model()
         except RequestError as error:
             raise ApiError(str(error), param=param, code="unsupported_parameter") from None
+        # A loop: the outcome may be forgotten again before this task continues.
         while (outcome := self._outcomes.get(grammar)) is None:
             await self._tried(grammar, checker, tenant)
         if isinstance(outcome, str):
             raise ApiError(outcome, param=param)
         self._outcomes.move_to_end(grammar)
+        # At every use, since a fresh engine has no vocabulary; otherwise nothing is sent.
         self._link.use_vocabulary(checker.vocabulary.pieces, checker.vocabulary.special)
         return replace(grammar, num_bytes=outcome)
 
@@ -98,6 +100,7 @@ class GrammarChecks:
         if key not in self._trying:
             self._trying[key] = asyncio.ensure_future(self._try(grammar, checker, tenant))
             self._trying[key].add_done_callback(lambda task: self._end_trying(key, task))
+        # Other requests may wait for this trial: it goes on if this client leaves.
         await asyncio.shield(self._trying[key])
 
     def _end_trying(self, key: tuple[str, Grammar], task: asyncio.Task[None]) -> None:

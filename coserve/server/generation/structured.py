@@ -149,6 +149,7 @@ def _closed(schema: Any) -> Any:
         if name in _BY_NAME and isinstance(value, dict):
             closed[name] = {key: _closed(inner) for key, inner in value.items()}
         else:
+            # These hold values, not schemas.
             closed[name] = value if name in ("enum", "const", "default") else _closed(value)
     if isinstance(schema.get("properties"), dict) and "patternProperties" not in schema:
         closed.setdefault("additionalProperties", False)

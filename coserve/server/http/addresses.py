@@ -92,6 +92,7 @@ class AddressMiddleware:
             return True
         match = _HOST.fullmatch(header)
         host = match[1].lower().removesuffix(".") if match else ""
+        # Rebinding of DNS needs a name that an attacker owns; an address is never one.
         return _is_number(host) or any(
             host == each or (each.startswith("*.") and host.endswith(each[1:]))
             for each in self._hosts

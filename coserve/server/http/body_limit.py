@@ -69,6 +69,7 @@ class BodyLimitMiddleware:
             await error_response(_encoded(encoding))(scope, receive, send)
             return
         declared = headers.get(b"content-length", b"0")
+        # 19 digits exceed every limit, and int() refuses very long numbers.
         if declared.isdigit() and int(declared[:19]) > limit:
             await error_response(_too_long(limit))(scope, receive, send)
             return
@@ -80,6 +81,7 @@ class BodyLimitMiddleware:
             if not body.is_cut:
                 raise
         except Exception:
+            # `receive` has raised the refusal inside the application, which may have wrapped it.
             if body.refusal is None:
                 raise
         finally:
@@ -155,6 +157,7 @@ class _Body:
         self._num_held = 0
 
     async def _next(self) -> Message:
+        # Every byte that has arrived extends the time, so that a fast body may take longer.
         left_s = self._until_s + self._num_bytes / _MIN_BYTES_PER_S - time.monotonic()
         try:
             async with asyncio.timeout(left_s):

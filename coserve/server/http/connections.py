@@ -99,6 +99,7 @@ def most_connections(wanted: int) -> int:
 def protocol_of(connections: Connections) -> "type[asyncio.Protocol]":
     """Return the protocol class that uvicorn creates for each connection."""
 
+    # Uvicorn creates the protocol itself: a class of its own carries the connections.
     class Counted(HttpProtocol):
         known = connections
 
@@ -244,6 +245,7 @@ class HttpProtocol(H11Protocol):
         self._after("headers", self.known.timeout_headers_s, self._headers_are_late)
         if self.known.are_too_many:
             self.known.end_idlest(self)
+        # Even the places that are reserved for probes are taken.
         if len(self.known.all) > self.known.most + NUM_RESERVED:
             self._answer(503, _TOO_MANY)
         elif self.known.are_too_many:
@@ -312,6 +314,7 @@ class HttpProtocol(H11Protocol):
             timer.cancel()
 
     def _headers_are_late(self) -> None:
+        # Bytes of a request whose headers h11 has not read to their end.
         has_begun = bool(self.conn.trailing_data[0])
         if has_begun and self.conn.their_state is h11.IDLE:
             self._answer(
@@ -364,6 +367,7 @@ class HttpProtocol(H11Protocol):
         The answer arrives only if what the client still sends is read, and not refused by the
         system.
         """
+        # TLS cannot end one direction alone.
         if self._awaits_headers and self.transport.can_write_eof():
             self._is_ending = True
             self.transport.write_eof()

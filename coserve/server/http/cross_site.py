@@ -63,6 +63,7 @@ class CrossSiteMiddleware:
             return True
         if sites and all(site in _OWN_SITES for site in sites):
             return False
+        # No `Sec-Fetch-Site`, as over plain HTTP: compare the origin with the host.
         hosts = _values(scope, b"host")
         return any(not is_own_origin(origin, host) for origin in origins for host in hosts or [""])
 

@@ -58,6 +58,7 @@ class DeadlineMiddleware:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 await self._app(scope, receive, noted_send)
         except TimeoutError:
+            # A timeout of the application's own.
             if not deadline.expired():
                 raise
             if is_complete:

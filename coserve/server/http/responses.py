@@ -159,8 +159,10 @@ class EventStream(Response):
         self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str], end: bytes
     ) -> None:
         super().__init__(
+            # nginx would otherwise collect events before it passes them on.
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         )
+        # `Response` has set it for an empty body.
         del self.headers["content-length"]
         self._first, self._events, self._end = first, events, end
 

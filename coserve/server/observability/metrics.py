@@ -257,6 +257,7 @@ class Metrics:
         last_s = self._last_s.pop(key, None)
         if chunk.tokens:
             self._tokens.labels("generated", *who).inc(len(chunk.tokens))
+            # Nobody waits for the tokens of batch work.
             if last_s is not None and not self._is_batch(chunk.request):
                 self._gap.labels(*who).observe(now_s - last_s)
         if chunk.finish_reason is None:
@@ -311,6 +312,7 @@ class Metrics:
         for rank, state in enumerate(stats.ranks):
             self._rank_memory.labels(str(rank)).set(state.memory_bytes)
             self._rank_wait.labels(str(rank)).set(state.waited_s)
+        # The engine counts from its own start, with which `_num_tuned` is set back.
         self._tuned.inc(max(0, stats.num_tokens_trained - self._num_tuned))
         self._num_tuned = stats.num_tokens_trained
         self._company.clear()  # drops jobs that have none now

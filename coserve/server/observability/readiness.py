@@ -38,6 +38,7 @@ class Readiness:
         if self._proof is None or self._proof.done():
             self._proof = asyncio.create_task(self._make_step())
         with suppress(TimeoutError):
+            # Other callers may wait for the same probe after this one gives up.
             await asyncio.wait_for(asyncio.shield(self._proof), self._proof_s)
         if not self._has_stepped():
             raise EngineGoneError(

@@ -72,6 +72,7 @@ def open_tracing(endpoint: str | None) -> "Tracing | None":
     attributes = {"service.version": VERSION}
     if "OTEL_SERVICE_NAME" not in os.environ:
         attributes["service.name"] = "coserve"
+    # `close` shuts the provider down, within a limited time.
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(
         BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"))
@@ -224,6 +225,7 @@ class Tracing:
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
+        # Empty otherwise: the span of the request that is being answered is not the parent.
         context = Context() if parent is None else set_span_in_context(parent, Context())
         to_unix_ns = time.time_ns() - time.monotonic_ns()
         start_ns, end_ns = (round(seconds * 1e9) + to_unix_ns for seconds in (start_s, end_s))

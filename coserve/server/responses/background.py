@@ -29,6 +29,7 @@ class BackgroundRun:
     async def watch(self, start: int = 0) -> AsyncGenerator[dict[str, Any], None]:
         """Yield events from a position on, until the end."""
         while True:
+            # Taken before the events are read: one that is added meanwhile replaces it.
             more = self._more
             for event in self.events[start:]:
                 start += 1

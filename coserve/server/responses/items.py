@@ -82,6 +82,7 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "arguments": item["arguments"],
             }
             call = {"id": item["call_id"], "type": "function", "function": function}
+            # Reasoning begins a message of its own, to which it is attached below.
             if thought or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(call)

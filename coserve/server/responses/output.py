@@ -55,6 +55,7 @@ class ResponseOutput:
             yield self._event("response.function_call_arguments.delta", delta=part.text)
         elif isinstance(part, CallFails):
             yield from self.close("incomplete")
+            # Its events have been sent: the item keeps its place, and only leaves the output.
             self._dropped.add(len(self._items) - 1)
             yield from self.take(Content(part.text), call_id, logprobs)
         elif isinstance(part, Reasoning):

@@ -81,6 +81,7 @@ async def _longest_that_fits(
     """
     places = [place for place, item in enumerate(items) if place and item.get("role") == "user"]
     longest, wrong = await _if_it_fits(asked, items)
+    # Binary search for the first place from which the conversation fits; none if all of it does.
     first, last = 0, len(places) if longest is None else 0
     while first < last:
         middle = (first + last) // 2

@@ -120,6 +120,7 @@ class ResponseWriter:
             async for _, chunks in batches:
                 if not begun:
                     begun = True
+                    # Not before the first chunk: until then an error gets its HTTP status.
                     for name in ("created", "in_progress"):
                         yield {"type": f"response.{name}", "response": dict(self.response)}
                 for chunk in chunks:

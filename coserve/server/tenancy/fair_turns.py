@@ -74,6 +74,7 @@ class FairTurns:
 
     def _forget(self, tenant: str, granted: "asyncio.Future[None]") -> None:
         """Give up a turn that was waited for."""
+        # The place was granted just before the wait ended: pass it on.
         if granted.done() and not granted.cancelled():
             self._release(tenant)
             return

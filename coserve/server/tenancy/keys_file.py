@@ -98,6 +98,7 @@ class Keys:
             for name, settings in held["tenants"].items():
                 if settings.pop("operator", False):
                     operators.add(name)
+                # Not a limit: the engine reads weights when it starts.
                 settings.pop("weight", None)
                 limits[name] = replace(options.tenant_limits, **settings)
         for where, named in (

@@ -44,6 +44,7 @@ class RequestLedger:
         now_s = time.monotonic()
         self._open.discard(request)
         self._ended.append((now_s, request))
+        # Never empty here, since the entry above is recent.
         while self._ended[0][0] < now_s - _KEPT_S:
             self._entries.pop(self._ended.popleft()[1], None)
 

@@ -33,6 +33,7 @@ class TenantTurns:
         future: Future[Any] = Future()
         with self._lock:
             self._queues.setdefault(tenant, deque()).append((future, work))
+        # One call for each piece of work, but it takes whichever is next in turn.
         self._pool.submit(self._do_next)
         return future
 

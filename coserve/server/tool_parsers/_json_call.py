@@ -143,6 +143,7 @@ class JsonCall:
             return character == '"'
         if not nesting.in_string:  # the key's end
             self._key = self._raw[self._place + 1 : place]
+            # An unknown or repeated key: an object, but no call.
             return self._key in _KEYS and self._key not in self._values
         return True
 
@@ -154,6 +155,7 @@ class JsonCall:
                 character != "{" or any(key in self._values for key in _ARGUMENTS)
             ):
                 return False
+        # The comma or brace of the call's own object: the value has ended.
         elif nesting.depth == 1 and not nesting.in_string and character in ",}":
             value = self._values[self._key] = self._raw[self._place : place].strip(_SPACE)
             self._expects = "key"
@@ -174,6 +176,7 @@ class JsonCall:
         ):
             return []
         return self._send(
+            # The value may be complete, and white space after it is not part of it.
             self._raw[self._place :].rstrip(_SPACE)
             if self._nesting.depth == 1
             else self._raw[self._place :]
@@ -188,6 +191,7 @@ class JsonCall:
         return begin + ([Arguments(more)] if more else [])
 
     def _close(self) -> list[Part]:
+        # Until now only the nesting was followed; the whole text may still not be valid JSON.
         if self._name is None or not _is_object(self._raw):
             return self._fail(len(self._raw))[0]
         return self._send(

@@ -48,6 +48,7 @@ class Llama3Json(MarkedJsonCalls):
         if not text:
             return False
         after = text[1:].lstrip()
+        # What follows the semicolon decides whether it separates calls.
         if text.startswith(";") and not after:
             return False
         if text.startswith(";") and after.startswith("{"):

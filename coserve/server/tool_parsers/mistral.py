@@ -47,6 +47,7 @@ class Mistral(MarkedCalls, JsonCalls):
 
     def _step_in_call(self) -> bool:
         if self._call is None and not self._step_to_call():
+            # True if the list has ended or the marker was text: what follows is content.
             return self._in_call is False
         assert self._call is not None
         parts, self._rest = self._call.push(self._rest)
@@ -92,6 +93,7 @@ class Mistral(MarkedCalls, JsonCalls):
             )
             return True
         if (
+            # An unknown function, or too much text for a name: this cannot become a call.
             head is not None
             or "{" in self._rest
             or _BEGIN in self._rest
