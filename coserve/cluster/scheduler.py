@@ -169,8 +169,7 @@ class ClusterScheduler:
         self._num_placed = {"request": 0, "training": 0}
         self._node_of: dict[str, str] = {}
         self._num_changes = 0  # of what is known of nodes
-        # Of each kind, the task that was last told to wait, until when, and the number of changes
-        # by then.
+        # By kind: the task that last had to wait, until when, and the number of changes by then.
         self._told_to_wait: dict[TaskKind, tuple[str, float, int]] = {}
 
     # -- questions ----------------------------------------------------------------------

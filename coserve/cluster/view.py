@@ -248,6 +248,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
             if key not in self.prefixes:
                 break
             count += 1
+        # The last token of a prompt is always computed.
         return min(count * self.profile.block_tokens, task.num_tokens - 1)
 
 

@@ -93,6 +93,7 @@ class JobManager:
         """Record what has been reported, and stop. Jobs resume at the next start."""
         self._reader.stop_all()
         await self._driver.close()
+        # A reading ends with a call of the mailbox, which by now refuses calls.
         await self._reader.wait()
 
     async def settled(self) -> None:
@@ -105,6 +106,7 @@ class JobManager:
             return None
 
         await self.mailbox.call(nothing)
+        # An answer may lead to further commands.
         while commands := self._driver.actions.open_commands:
             await asyncio.wait(commands)
             await self.mailbox.call(nothing)
@@ -255,6 +257,7 @@ class JobManager:
 
     async def _change(self, tenant: str, id: str, desired: DesiredState) -> JobRecord:
         """Request a state of a job, and wait until it is reached."""
+        # One request for a job at a time: wait for an earlier one, then try again.
         while (asked := await self.mailbox.call(lambda: self._ask(tenant, id, desired))) is None:
             if (earlier := self._driver.jobs.waiter(id)) is not None:
                 await asyncio.wait([earlier])
@@ -271,6 +274,7 @@ class JobManager:
         try:
             await asyncio.to_thread(self._writer.add, record, max_jobs)
         except (StoreError, OSError) as error:
+            # The store may have the job all the same, which then has to be run.
             self._driver.check_later(record.id, error)
             raise
         self._driver.add(record)

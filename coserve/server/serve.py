@@ -285,6 +285,7 @@ async def _serve(
     try:
         ends: set[asyncio.Task[Any]] = {engine, serving, waiting}
         await asyncio.wait({*ends, starting}, return_when=asyncio.FIRST_COMPLETED)
+        # A start that fails raises its error here; otherwise the server runs from now on.
         if starting.done():
             starting.result()
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -293,6 +294,8 @@ async def _serve(
             watcher.stopping(context.link.num_open, context.config.drain_s)
             await _drain(context, signalled)
     finally:
+        # The engine ends first, with checkpoints, and open streams with it. The store is closed
+        # last, when the engine's last reports are on record.
         await context.link.stop()
         server.should_exit = True
         waiting.cancel()

@@ -254,7 +254,7 @@ class ClusterLink:
             at_death = tuple({self._sharded.job_of(id) for id in at_death})
         jobs = self._sharded.lose(node)
         self._join()
-        # After `_join`: listeners get the counts of the engines that are left.
+        # Counts start anew from those of the engines that are left.
         self._totals.restart(self._stats())
         self._lose_jobs(jobs, at_death)
         # After the node was removed, so that they are placed on others.
@@ -311,7 +311,7 @@ class ClusterLink:
     # -- what nodes report ------------------------------------------------------------
 
     def node_reported(self, node: ClusterNode, report: StepReport) -> None:
-        """Take in a node's report, and pass it on as of whole jobs."""
+        """Apply a node's report, and pass it on with shards joined to whole jobs."""
         if node.tracker is None:
             return
         node.tracker.take(report, time.monotonic())
@@ -341,7 +341,7 @@ class ClusterLink:
             self._place()
 
     def _of_jobs(self, report: StepReport, node: ClusterNode) -> StepReport:
-        """Return a report with what it says of jobs that the node has, as of whole jobs."""
+        """Return a report with shards joined to whole jobs, and without jobs of other nodes."""
         steps = [each for each in report.job_events if each.kind not in _ENDS]
         ends = [each for each in report.job_events if each.kind in _ENDS]
         # A job's last checkpoint is reported before its end.
@@ -425,7 +425,7 @@ class ClusterLink:
         await self._sharded.cancel_job(job)
 
     def _tell_job(self, report: JobReport) -> None:
-        """Pass on what is known of a job beside its node's reports."""
+        """Pass on a report about a job that does not come from its node."""
         events = [each for each in self._sharded.take(report) if isinstance(each, JobEvent)]
         for listener in self._listeners:
             listener.engine_reported(StepReport(job_events=events))

@@ -2,8 +2,8 @@
 of a node that is lost are placed again.
 
 A request without a token can be placed again unnoticed; one that has tokens ends with an error that
-says so. What only a job has, on its node, is served there: requests that wait for it follow the job
-when it moves.
+says so. The adapter of a running job is served on the nodes of that job: requests for it follow the
+job when it moves.
 """
 
 import time
@@ -57,7 +57,7 @@ class ClusterRequests:
         self._nodes = nodes
         self._requests: dict[str, _Request] = {}
         self._vocabulary: tuple[Sequence[bytes], Sequence[int]] | None = None
-        # Requests that wait for what only a job has, and the nodes that do not have it.
+        # Requests that wait for the adapter of a running job, and the nodes where it is not.
         self._following: dict[str, frozenset[str]] = {}
 
     def __len__(self) -> int:
@@ -118,8 +118,8 @@ class ClusterRequests:
         node.link.send(entry.request, entry.stream)
 
     def follow_jobs(self, ready: Ready | None) -> None:
-        """Have requests for what only a job has wait for the node where the job is now; to be
-        called before tasks are placed.
+        """Queue requests for the adapters of running jobs for the nodes where these jobs are now;
+        must be called before tasks are placed.
         """
         for id, excluded in list(self._following.items()):
             entry = self._requests[id]
@@ -204,5 +204,5 @@ class ClusterRequests:
         self._scheduler.submit(task_of_request(request, prefix=prefix, excluded=excluded))
 
     def _others(self, trainers: Collection[ClusterNode]) -> frozenset[str]:
-        """Return the names of nodes that do not have what a job has on its nodes."""
+        """Return the names of the nodes that do not run a job."""
         return frozenset(node.name for node in self._nodes.all() if node not in trainers)

@@ -1,5 +1,6 @@
-"""State of a job on one node of a cluster, or waiting for one: `apply(state, event)` says what is,
-`plan(state)` what to do next. Both are pure; `coserve.cluster.jobs.placed_jobs` does it.
+"""State of a job on one node of a cluster, or waiting for one: `apply(state, event)` returns the
+next state, `plan(state)` the next action, which `coserve.cluster.jobs.placed_jobs` carries out.
+Both are pure.
 """
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
 """Driver of the jobs that are each on one node of a cluster, or wait for one: events in, `apply`,
-`plan`, and what the plan says (`coserve.cluster.jobs.placed_job`).
+`plan`, and the planned actions (`coserve.cluster.jobs.placed_job`).
 """
 
 import asyncio
@@ -31,7 +31,8 @@ from coserve.jobs.messages import Checkpointed
 
 _log = logging.getLogger(__name__)
 
-# Adapters of succeeded jobs are kept until the catalogue, which asks for them, knows them itself.
+# Adapters of succeeded jobs that are kept: a request may name one before the catalogue has its
+# directory.
 _MAX_TRAINED = 100
 
 

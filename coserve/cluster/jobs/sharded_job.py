@@ -1,5 +1,5 @@
 """State of a job that is divided among nodes, while the same nodes have it: `apply(state, event)`
-says what is, `plan(state, nodes)` what to do next. Both are pure.
+returns the next state, `plan(state, nodes)` the next action. Both are pure.
 
 Each node has a shard; nodes are numbered as their shards. Reports of shards become reports of the
 whole job: a step when all nodes have made it, and what the first node reports of a step (its
@@ -93,7 +93,7 @@ class ShardReported:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContributed:
-    """A shard's node has written what the others are to have."""
+    """A shard's node has written its contribution for the other nodes."""
 
     shard: int
     """Number of the shard."""

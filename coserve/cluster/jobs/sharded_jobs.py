@@ -1,5 +1,5 @@
 """Driver of a cluster's jobs, and of those among them that are divided into shards: events in,
-`apply`, `plan`, and what the plan says (`coserve.cluster.jobs.sharded_job`).
+`apply`, `plan`, and the planned actions (`coserve.cluster.jobs.sharded_job`).
 
 A divided job has as many shards as it asks for, or as there are nodes; each is a job of its own to
 `PlacedJobs`. Shards exchange what they have learned (`coserve.tuning.shard`) by files. When a node
@@ -222,8 +222,8 @@ class ShardedJobs:
             self._settle(self._of[id][0])
 
     def take(self, report: JobReport) -> list[JobReport]:
-        """Return what a report comes to, as of whole jobs, in order; nothing for a shard that has
-        been given up.
+        """Return the reports on whole jobs that follow from a report, in order; none for a shard
+        that was given up.
         """
         if report.job not in self._of:
             return [] if self._jobs.is_shard(report.job) else [report]
@@ -235,7 +235,7 @@ class ShardedJobs:
         return self._settle(job)
 
     def contributed(self, contributed: Contributed) -> None:
-        """Note that a node has written what the others are to have."""
+        """Note that a node has written its contribution for the others."""
         if contributed.job in self._of:
             job, number = self._of[contributed.job]
             job.apply(ShardContributed(shard=number, contributed=contributed))

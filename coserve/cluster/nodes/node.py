@@ -150,7 +150,7 @@ class NodeServer:
                 await self._running
         self._lock.close()
 
-    # -- what a front asks ------------------------------------------------------------
+    # -- calls of a front ---------------------------------------------------------------
 
     async def describe(self) -> NodeStatus:
         self.start()
@@ -234,14 +234,14 @@ class NodeServer:
         self._session, self._num_sent, self._heard_s = session, 0, time.monotonic()
         self._outbox.clear()
         self._last = self._lost = 0
-        self._news.set()  # who waits for reports of another session is told
+        self._news.set()  # wakes callers that wait for reports of an earlier session
 
     def _check(self, session: str) -> None:
         if session != self._session:
             raise EngineGoneError("the node has begun anew, or another front is attached")
         self._heard_s = time.monotonic()
 
-    # -- what the engine says (see `EngineOwner`) -----------------------------------------
+    # -- reports of the engine (see `EngineOwner`) ----------------------------------------
 
     def take_report(self, report: Any) -> None:
         if isinstance(report, Ready):

@@ -89,10 +89,12 @@ class DeployClaim:
         """
         seen, seen_s, has_said = (0, _FREE), self._clock(), False
         while self._own is None:
+            # Every change of the value is a sign of life.
             if (newest := self._newest()) != seen:
                 seen, seen_s = newest, self._clock()
             number, value = newest
             if self._at_once or value == _FREE or self._clock() - seen_s >= SILENT_S:
+                # Of several commands that add this number, one succeeds.
                 key = _PREFIX + str(number + 1).encode()
                 if self._store.add(key, self._value()):
                     self._own = key

@@ -136,6 +136,7 @@ def drain_machines(
         try:
             state = front.status()
             own = [each for each in state["nodes"] if each["machine"] in machines]
+            # Also after another front has taken over, which does not drain these nodes yet.
             if problem is None and any(each["state"] != "draining" or each["jobs"] for each in own):
                 problem = _move(front, [each["name"] for each in own], move_s - spent_s)
             elif not (num_open := sum(each["requests"] for each in own)):

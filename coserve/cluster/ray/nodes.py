@@ -164,6 +164,7 @@ class RayNodes:
         actor_class = ray.remote(NodeActor).options(
             name=name,
             namespace=NAMESPACE,
+            # A node outlives its front, and the next front finds it by name.
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,

@@ -54,6 +54,7 @@ def claim(connection: Connection, home: Path) -> None:
     mine = mark.read_text().strip() if mark.is_file() else None
     owner = connection.execute(select(HomeTable.id, HomeTable.place)).first()
     if owner is None:
+        # The mark comes first: a database with an owner but no mark could not be used any more.
         mine = mine or new_id("home-")
         mark.touch(mode=0o600)
         mark.write_text(f"{mine}\n")

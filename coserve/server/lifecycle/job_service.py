@@ -107,6 +107,7 @@ async def start_jobs(context: ServerContext) -> None:
     )
     context.storage = Storage(store, config.directory)
     await context.storage.check()
+    # Listed before the first request: only responses of the earlier process may be ended.
     context.ending = asyncio.create_task(
         _end_unfinished(store, await asyncio.to_thread(unfinished, store))
     )

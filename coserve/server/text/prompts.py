@@ -115,6 +115,7 @@ class Prompts:
         new = [token for token in added if token.content not in known]
         if self._tokenizer is None or not new:
             return self
+        # Threads and files are shared; what depends on the tokens is replaced below.
         extended = copy.copy(self)
         extended._tokenizer = tokenizer = self.tokenizer
         assert tokenizer is not None
@@ -188,6 +189,7 @@ class Prompts:
         tokenizer = self._tokenizer
         if is_long:
             if not hasattr(self._copies, "tokenizer"):
+                # A tokenizer must not be used by two threads at once.
                 self._copies.tokenizer = self.tokenizer
             tokenizer = self._copies.tokenizer
         return tokens_of(prompt, tokenizer, self._model, template, special)

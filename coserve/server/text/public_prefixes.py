@@ -41,6 +41,7 @@ class PublicPrefixes:
 
 async def _system_tokens(text: str, prompts: Prompts) -> list[int]:
     """Return the tokens with which every chat with this system prompt begins."""
+    # What two chats with different messages begin with depends on the system prompt alone.
     chats = [
         [{"role": "system", "content": text}, {"role": "user", "content": content}]
         for content in ("a", "7")
