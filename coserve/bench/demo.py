@@ -122,6 +122,7 @@ class Recording:
         """Return the job's tokens per second, while the trace plays if there is one; forward and
         backward each count half.
         """
+        # Columns 5 and 6 are rows of windows (forward) and of tasklets (backward).
         rows = [(step[0], step[5] + step[6]) for step in self.steps if step[5] + step[6] > 0]
         start_s = rows[0][0] if rows else 0.0
         end_s = min(
@@ -242,6 +243,7 @@ class Demo:
 
     def _phase(self, name: PhaseName, base: str, uploaded: str) -> None:
         config = self._config
+        # What the server reports of earlier steps belongs to the phase before.
         self._skip_what_was()
         recording = self.state.recordings[name] = self.state.current = Recording(
             name=name, planned_s=config.seconds
@@ -374,6 +376,7 @@ class Demo:
         if recording.job_end_s is None:
             known = set(recording.progress.losses)
             recording.progress.poll(self._client)
+            # Losses of the steps that this poll has added.
             new = recording.progress.losses.items() - {
                 (step, recording.progress.losses[step]) for step in known
             }

@@ -128,6 +128,7 @@ class OpenLoop:
         num_evictions, num_drops = engine.num_preemptions, engine.jobs.num_packs_dropped
         end_s = played.seconds + drain_s
         while (
+            # Until the trace and its answers are over; a long step may leave arrivals that are due.
             (now_s := self._now_s()) < played.seconds
             or self._is_due()
             or (self._open and now_s < end_s)

@@ -267,6 +267,7 @@ def _tuning_rate(results: dict[str, Any]) -> str:
 
 def _trained(steps: Iterable[Sequence[float]]) -> float:
     """Return the tokens that steps train; forward and backward each count half."""
+    # Columns 5 and 6 are rows of windows (forward) and of tasklets (backward).
     return sum(step[5] + step[6] for step in steps) / 2
 
 

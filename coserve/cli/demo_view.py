@@ -221,6 +221,7 @@ def _rates(recording: Recording) -> list[float]:
         return []
     counts = [0.0] * (int(recording.steps[-1][0]) + 1)
     for step in recording.steps:
+        # Rows of windows (forward) and of tasklets (backward), each half a trained token.
         counts[max(0, int(step[0]))] += (step[5] + step[6]) / 2
     return counts[:-1]  # the last second is not over
 

@@ -103,6 +103,7 @@ class ForkServer:
                 self._use(shared, None)
             else:
                 self._start_another()
+        # The engine's standard input, at whose end it ends: this process keeps the other side open.
         theirs, ours = os.pipe()
         environment = os.memfd_create("environment")  # may be larger than a message
         engine = self._engine = _ForkedEngine(self._kill, ours)
@@ -260,6 +261,7 @@ def _fork_engines(control: socket.socket, run_engine: Callable[[], int]) -> None
     while True:
         files = [control.fileno()] if engine is None else [control.fileno(), engine[1]]
         ready, _, _ = select.select(files, [], [])
+        # The end of an engine comes before the command that may ask for the next one.
         if engine is not None and engine[1] in ready:
             _, status = os.waitpid(engine[0], 0)
             os.close(engine[1])

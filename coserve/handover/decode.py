@@ -218,6 +218,7 @@ class DecodeEnd:
                 self._end(request, is_whole=False)
                 return
             asked = self._asked[request]
+            # Blocks arrive in order: if the prompt is given up, the first ones are still used.
             asked.num_blocks = message.num_blocks
             if asked.num_blocks == asked.blocks.stop:
                 self._end(request, is_whole=True)

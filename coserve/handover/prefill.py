@@ -170,11 +170,13 @@ class PrefillEnd:
     def _begin(self, partner: _Partner, command: ComputePrompt) -> None:
         adapter = None if command.adapter is None else self._loaded(command.adapter)
         version = "" if adapter is None else self._engine.versions.resolve(adapter).key
+        # Keys as the engine makes them, so that its cached blocks are found.
         tenant = "" if self._engine.config.share_prefixes else command.tenant
         owner = PrefixOwner(version, tenant, 0 if version else command.num_public_tokens)
         keys = self._engine.cache.prefixes.keys(owner, command.tokens)
         prompt = _Prompt(command, f"{_NAME}{next(self._numbers)}", keys)
         partner.prompts[command.id] = prompt
+        # Blocks that are cached are handed over at once.
         self._copy(partner, prompt)
         if command.id not in partner.prompts:  # all of its blocks were cached
             return
@@ -187,6 +189,7 @@ class PrefillEnd:
                 num_public_tokens=command.num_public_tokens,
             ),
             adapter=adapter,
+            # Nothing may be left of the time, but an SLO must be above 0.
             slo=Slo(ttft_s=max(_MIN_TTFT_S, command.ttft_s), tpot_s=self._engine.slo.tpot_s),
             request_id=prompt.request,
             tenant=command.tenant,

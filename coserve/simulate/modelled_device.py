@@ -158,6 +158,7 @@ class ModelledDevice:
             CloseTrainer: lambda command: self._trainers[command.job].drop(),
             DropTrainer: self._drop_trainer,
             BeginPack: lambda command: self._trainers[command.job].begin(command),
+            # Commands about tensors alone have no effect here.
             MovePack: lambda command: None,
             DropPack: lambda command: self._trainers[command.job].drop(),
             PublishVersion: self._publish,
@@ -176,6 +177,7 @@ class ModelledDevice:
         except Exception:
             self._count.add(command)
             raise
+        # After the command, so that CountCommands does not count itself.
         self._count.add(command)
         return reply
 
@@ -203,6 +205,7 @@ class ModelledDevice:
     def _open_request(self, command: OpenRequest) -> None:
         self._requests[command.request] = command
         self._infos[command.request] = RequestInfo(
+            # Times are no part of the command, and the latency model does not read them.
             arrival_s=0.0,
             ttft_s=nan,
             tpot_s=nan,
@@ -340,6 +343,7 @@ class ModelledDevice:
         return RequestProgress(
             id=rows.request,
             info=self._infos[rows.request],
+            # With one row more than runs, the latency model counts no sample.
             num_rows=num_rows if rows.samples else num_rows + 1,
             num_past=rows.start,
             num_output=rows.place,

@@ -167,6 +167,7 @@ class ModelledStepTimer:
         for turn in tasklet_turns(
             batch.tasklets, lambda job: self._trainers[job].cursor.num_parts_done
         ):
+            # One turn runs whatever the limit is, so that jobs never stand still.
             if now_s >= limit_s and any(work.num_tasklets.values()):
                 break
             seconds, is_beside = pace * self._tasklet_s(turn), now_s < forward_end_s

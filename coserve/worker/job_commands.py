@@ -117,6 +117,7 @@ class JobCommands:
         for each in directories:
             self._shared.fetch(Path(each))
         self._engine.device.execute(ReadContributions(id, tuple(directories)))
+        # The device has them now, and this machine's copies may go.
         for each in directories:
             self._shared.release(Path(each))
 
@@ -222,6 +223,7 @@ class JobCommands:
                 )
                 self._forget(event.job, keep_versions=not (job.model or keeps_other))
                 continue
+            # Reported by `_finish` once it is written.
             if event.kind == "contribution":
                 self._contribute(event)
                 continue
@@ -276,6 +278,7 @@ class JobCommands:
     def _finish(self, done: PendingReport, pending: ReadyReports) -> None:
         error: CoserveError | None = None
         directory = ""
+        # The other nodes wait for a contribution, so that the job fails without it.
         if done.contribution is not None and done.written is not None:
             if (failure := done.written.exception()) is None:
                 pending.contributions.append(done.contribution)

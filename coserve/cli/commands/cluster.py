@@ -229,6 +229,7 @@ def _run(up: _Up, known: "Served | None") -> None:
 
     num_ranks = up.config.tensor_parallel if known is None else known.num_ranks
     number = _num_devices(up.config.device, num_ranks) if up.nodes is None else up.nodes
+    # Contexts end in reverse: the fronts, the connection, Ray on this machine, the signals.
     with ExitStack() as leaving:
         claim = _claim_to_serve(up, known, leaving)
         ended = leaving.enter_context(_Signals())
@@ -251,6 +252,7 @@ def _run(up: _Up, known: "Served | None") -> None:
         else:
             _serve(up, machine.address, claim, leaving)
         if claim is not None:
+            # The cluster serves by now, and other commands can join it.
             claim.release()
         own_nodes = None if machine.id is None else number
         if (ready := ray_commands.wait_for_nodes(ended.is_set, machine.id, own_nodes)) is not None:

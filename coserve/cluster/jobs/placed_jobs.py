@@ -123,6 +123,7 @@ class PlacedJobs:
         """
         state = PlacedJob(start=job, excluded=excluded, rests=job.paused)
         started = self._jobs[job.id] = _Job(state=state)
+        # The job trains the adapter of this name again.
         self._trained.pop(job.name, None)
         async with started.turn:
             await self._advance(started, raises=True)
@@ -190,6 +191,7 @@ class PlacedJobs:
         """Note that a job has a node, and send it there when the job's turn comes."""
         if (job := self._jobs.get(id)) is not None:
             job.apply(NodeAssigned(node))
+            # In a task of its own: the caller is placing tasks, and cannot wait for the node.
             start = job.late_start = asyncio.create_task(self._start_late(job))
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
@@ -221,6 +223,7 @@ class PlacedJobs:
         """Drop the jobs of a node whose engine has died, and return their ids."""
         lost = self.on(node)
         for id in lost:
+            # Not withdrawn: the scheduler has removed the node with its tasks already.
             del self._jobs[id]
         return lost
 
@@ -242,6 +245,7 @@ class PlacedJobs:
             job: The job, whose turn the caller has.
             raises: Whether the refusal of its start is raised; otherwise it is reported.
         """
+        # The job may be dropped while an action waits for its node.
         while self._jobs.get(job.id) is job and (action := plan(job.state)) is not None:
             await self._do(action, job, raises=raises)
 

@@ -103,6 +103,7 @@ def undeploy(drain_s: float = 0.0) -> None:
             claim.enter_context(
                 DeployClaim(ClusterKeys(ray.get_runtime_context().gcs_address), at_once=True)
             )
+        # First, so that no machine joins a cluster that is ending.
         announce_nothing_served()
         _end_fronts(drain_s)
         with suppress(*SILENT):

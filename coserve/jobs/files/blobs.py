@@ -127,6 +127,7 @@ class Files:
         except BaseException:
             self.remove_blob(id)
             raise
+        # After the commit, since no record names these blobs any more.
         for one in expired:
             self.remove_blob(one)
         return record

@@ -74,6 +74,7 @@ class Uploads:
         Raises:
             JobError: The upload takes no parts any more.
         """
+        # Early, before the content is read; `also` checks again within the transaction.
         _check_pending(upload)
 
         def also(transaction: Transaction, record: FileRecord) -> None:

@@ -183,6 +183,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         """Add an event, unless it is of metrics that are on record already; return whether it was
         added.
         """
+        # A report may be written again after a commit that only seemed to fail.
         if record.step is not None and self._session.scalar(
             select(func.count())
             .select_from(EventTable)
@@ -225,6 +226,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         """
         is_step = (EventTable.kind == "step", EventTable.job.in_(jobs))
         newest = select(EventTable.job, func.max(EventTable.step).label("step")).where(*is_step)
+        # The newest step of each job, joined with the event itself.
         last = newest.group_by(EventTable.job).subquery()
         same = (EventTable.job == last.c.job) & (EventTable.step == last.c.step)
         rows = self._session.scalars(
@@ -236,6 +238,7 @@ class Transaction(ResponseQueries, ConversationQueries, BatchQueries):
         """Return the best evaluation of each of these jobs that has been evaluated."""
         query = select(EventTable).where(EventTable.kind == "evaluation", EventTable.job.in_(jobs))
         events = self._all(EventRecord, query.order_by(EventTable.step, EventTable.seq))
+        # In the order of steps: the last one that was the best so far is the best of all.
         return {event.job: event for event in events if event.data.get(IS_BEST)}
 
     # -- checkpoints ----------------------------------------------------------------

@@ -130,6 +130,7 @@ async def _generation(
             f"{len(prompts)} prompts, n times each, are more than {_MAX_CHOICES} choices",
             param="n",
         )
+    # Before tokenizing, which takes long for text that is far too long.
     for prompt in prompts if body.truncate_prompt_tokens is None else ():
         check_length(reader, prompt, ready, param="prompt")
     whole = [

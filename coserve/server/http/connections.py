@@ -299,6 +299,7 @@ class HttpProtocol(H11Protocol):
 
     def _note(self) -> None:
         """Mark the connection as the most recently idle one, or as busy."""
+        # Removed and added again, so that the dict stays in the order of idle times.
         self.known.idle.pop(self, None)
         if self in self.known.all and (self._awaits_headers or self.cycle.more_body):
             self.known.idle[self] = None

@@ -139,6 +139,7 @@ class StatusBoard:
         """
         now_s = time.monotonic()
         since_s = now_s - WINDOW_S
+        # From the newest back to the start of the window: entries are in the order of time.
         steps = [
             each.step
             for each in takewhile(lambda each: each.step.end_s >= since_s, reversed(self._steps))
