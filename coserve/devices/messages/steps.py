@@ -92,8 +92,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 class StepBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """All that a device runs in one step.
 
-    Losses run first, then all rows as one batch, then tasklets, group by group, then optimizer
-    steps.
+    Losses run first, then tasklets, group by group, then optimizer steps, and all rows last, as
+    one batch. With a `partition`, losses and tasklets run beside the rows.
     """
 
     step: int
