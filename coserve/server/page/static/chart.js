@@ -7,7 +7,7 @@ import { say } from "./live.js";
 
 const hair = document.getElementById("hair");
 const values = document.getElementById("values");
-let shown = null; // the chart that values are shown of, and where: from 0 to 1
+let shown = null; // the chart that values are shown of, where (from 0 to 1), and the chart's top on the screen
 
 const amount = (value) =>
   Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
@@ -49,7 +49,7 @@ function show(chart, at) {
   const width = values.offsetWidth;
   const beside = Math.min(Math.max(4, left - width / 2), document.documentElement.clientWidth - width - 4);
   Object.assign(values.style, { left: `${beside}px`, top: `${Math.max(4, box.top - values.offsetHeight - 6)}px` });
-  shown = { chart, at: share(data, x) };
+  shown = { chart, at: share(data, x), top: box.top };
 }
 
 function hide() {
@@ -84,6 +84,8 @@ document.addEventListener("keydown", (event) => {
   say(words(data, x));
 });
 document.addEventListener("focusout", (event) => event.target.closest?.(".chart") && hide());
-addEventListener("scroll", () => shown && hide(), { passive: true });
+// The event of a scroll comes a frame later, when values may be shown at the new place already.
+const hasMoved = ({ chart, top }) => chart.querySelector(".lines").getBoundingClientRect().top !== top;
+addEventListener("scroll", () => shown && hasMoved(shown) && hide(), { passive: true });
 // The chart may have moved, or changed, or be gone.
 document.addEventListener("refreshed", () => shown && (shown.chart.isConnected ? show(shown.chart, shown.at) : hide()));
