@@ -166,7 +166,7 @@ def test_a_machine_that_is_refused_has_joined_nothing(world: RayWorld, tmp_path:
         said = failure(tmp_path, "cluster", "up", *own, "--address", address, before=BY_ITSELF)
         assert f"the cluster at {address} already serves tiny: to join it, use no options" in said
     announce_served(Served(model="tiny", version="0.0.1"))
-    assert "runs coserve 0.0.1, and this is " in failure(
+    assert "runs coserve 0.0.1, and this machine has " in failure(
         tmp_path, "cluster", "up", "--address", address, before=BY_ITSELF
     )
     announce_served(Served(model="tiny"))
