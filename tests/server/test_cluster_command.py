@@ -17,6 +17,14 @@ WITHOUT_RAY = (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give commands a home of their own: the token that one makes there would be used by the
+    clusters of other tests, which have none.
+    """
+    monkeypatch.setenv("COSERVE_HOME", str(tmp_path / "home"))
+
+
 @pytest.mark.parametrize("command", ["up", "status"])
 def test_without_ray_it_says_how_to_get_it(tmp_path: Path, command: str):
     assert "pip install 'coserve[cluster]'" in failure(
