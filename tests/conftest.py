@@ -79,11 +79,13 @@ def _threads_are_as_they_were() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    nums = Counter(item.path for item in items)
-    items.sort(key=lambda item: (place_of(item.path), -nums[item.path]))
+    # Only for several processes: tests of clusters share one, and run in the order of their files.
+    if hasattr(config, "workerinput"):
+        nums = Counter(item.path for item in items)
+        items.sort(key=lambda item: (place_of(item.path), -nums[item.path]))
     if not torch.cuda.is_available():
         for item in items:
             if GPU_TESTS in item.path.parents:
