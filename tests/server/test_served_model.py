@@ -120,7 +120,7 @@ def test_a_front_can_be_started_where_one_is_gone_that_could_not_take_its_word_b
         "--nodes",
     ]
     assert str(CliRunner().invoke(app, [*arguments, "0"]).exception) == "it begins"
-    assert "serves gone already" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)
+    assert "already serves gone" in str(CliRunner().invoke(app, [*arguments, "1"]).exception)
 
 
 @pytest.mark.parametrize("module", ["commands", "router"])
