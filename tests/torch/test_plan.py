@@ -125,7 +125,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
         (("--trace", str(day), "--rate", "1", "--sample", "inf"), "less than or equal to 3600"),
         (
             ("--trace", str(day), "--rate", "1", "--sequence", "200000"),
-            "more than the model has positions: 131072",
+            "more than the model's maximum, 131072",
         ),
         (
             ("--trace", str(day), "--rate", "1", "--where", "slice=a"),

@@ -178,8 +178,8 @@ void store_rows(const void* x, i64 x_step, void* store, i64 page_step, const i64
 void kernel_numbers(const char* names, i64* numbers);
 void run_calls(const i64* calls, i64 num_calls, const i64* step, i64* nanoseconds);
 
-// common/collectives.cpp: rank is the state of a rank (`ArenaRankState` in kernels/groups/_arena.py), to
-// which the outcome is written
+// common/collectives.cpp: rank is the state of a rank (`ArenaRankState` in
+// kernels/groups/_arena.py), to which the outcome is written
 void rank_sum(i64* rank, const void* x, void* y, i64 num_rows, i64 width, i64 is_bfloat16,
               i64 digest);
 void rank_gather(i64* rank, const void* x, void* out, i64 num_bytes, i64 to, i64 digest);

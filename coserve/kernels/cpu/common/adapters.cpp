@@ -195,8 +195,7 @@ bool add_in_tiles(const bf16* x, i64 x_step, i64 inner, const i64* rows, i64 n,
 #ifdef HAS_TILES
     const i64 MAX_RANK = 64, BLOCK = 32;
     for (i64 site = 0; site < num_sites; site++)
-        if (table[site].rank > MAX_RANK || inner % BLOCK || sites[site].outer % BLOCK)
-            return false;
+        if (table[site].rank > MAX_RANK || inner % BLOCK || sites[site].outer % BLOCK) return false;
     auto threads = [=](i64 width) { return n * width <= ONE_THREAD_ELEMENTS ? 1 : num_threads; };
     const bool are_apart = !are_neighbours(rows, n);
     i64 widest = inner;

@@ -18,7 +18,7 @@ const int LANES = 8;
 const int LANES = 4;
 #endif
 const int MAX_HEADS = 8;  // query heads at once
-const int AHEAD = 24;      // by how many keys they are asked for before they are read
+const int AHEAD = 24;     // by how many keys they are asked for before they are read
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
